@@ -1,0 +1,15 @@
+"""Find in-place writes to tensors that have been through ``to()``, while a program is exported or run."""
+
+from .guard import ToMutationGuard, allow_mutation
+from .violations import Conversion, Site, TensorMeta, ToMutationError, ToMutationWarning, Violation
+
+__all__ = [
+    "Conversion",
+    "Site",
+    "TensorMeta",
+    "ToMutationError",
+    "ToMutationGuard",
+    "ToMutationWarning",
+    "Violation",
+    "allow_mutation",
+]

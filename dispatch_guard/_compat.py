@@ -1,0 +1,156 @@
+"""Private names of torch that the guard needs, each with the versions it was seen in and why it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# The address of a tensor's StorageImpl, without making a Python storage (2.6, 2.13, 2.14).
+storage_address = torch._C._storage_address  # type: ignore[attr-defined]
+
+# Off switches as context managers (2.6, 2.13, 2.14): our own look at a tensor must reach no mode and no subclass.
+no_torch_dispatch = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
+no_torch_function = torch._C.DisableTorchFunction
+
+# Raw pushes and pops of the two mode stacks (2.6, 2.13, 2.14).
+push_function_mode = torch._C._push_on_torch_function_stack
+pop_function_mode = torch._C._pop_torch_function_stack
+function_stack_depth = torch._C._len_torch_function_stack
+push_dispatch_mode = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]
+pop_dispatch_mode = torch._C._pop_torch_dispatch_stack  # type: ignore[attr-defined]
+dispatch_stack_depth = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
+_functorch_get_unwrapped = torch._C._functorch.get_unwrapped  # type: ignore[attr-defined]
+
+
+def functorch_unwrap(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside every layer that vmap, grad and their like have put around it (2.6, 2.13, 2.14)."""
+    while _is_functorch_wrapped(tensor):
+        tensor = _functorch_get_unwrapped(tensor)
+    return tensor
+
+
+def top_dispatch_mode() -> TorchDispatchMode | None:
+    depth = dispatch_stack_depth()
+    return torch._C._get_dispatch_stack_at(depth - 1) if depth else None  # type: ignore[attr-defined,no-any-return]
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    return [torch._C._get_function_stack_at(i) for i in range(function_stack_depth())]
+
+
+def is_tracing() -> bool:
+    """Whether export, compile, make_fx or a fake-tensor mode is at work on this thread (2.6, 2.13, 2.14)."""
+    if torch.compiler.is_compiling():
+        return True
+    keys = torch._C._TorchDispatchModeKey  # type: ignore[attr-defined]
+    return (
+        torch._C._get_dispatch_mode(keys.FAKE) is not None  # type: ignore[attr-defined]
+        or torch._C._get_dispatch_mode(keys.PROXY) is not None  # type: ignore[attr-defined]
+        or torch._C._get_dispatch_mode(keys.FUNCTIONAL) is not None  # type: ignore[attr-defined]
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+    )
+
+
+def in_higher_order_compile() -> bool:
+    """Whether Dynamo is compiling the bodies of a control-flow operator (2.13, 2.14).
+
+    torch.cond, while_loop and their like compile their bodies themselves outside of Dynamo, and set this flag meanwhile
+    (torch/_higher_order_ops/utils.py, ``setup_compilation_env``).
+    """
+    from torch._higher_order_ops import utils
+
+    tls = getattr(utils, "_hop_compile_tls", None)
+    return bool(getattr(tls, "in_hop_compile", False))
+
+
+def accept_uncompiled(count: int = 0) -> int:
+    """Let ``torch.compile(fullgraph=True)`` run as plain Python; returns what to call this with to undo it (2.13, 2.14).
+
+    Dynamo leaves every frame as it is while a mode like ours is active, and a compiled function with ``fullgraph=True``
+    then raises "found no compiled frames", unless this counter says that it is nested in another one.  torch does the
+    same for the bodies of control-flow operators (torch/_higher_order_ops/utils.py, ``_hop_compile_and_call``).
+    """
+    set_count: Any = getattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", None)
+    return -1 if set_count is None else int(set_count(count))
+
+
+def hop_rule(hop: Any, mode: TorchDispatchMode) -> Any:
+    """The rule by which ``mode`` handles the higher-order operator ``hop``, or ``None`` (2.13, 2.14)."""
+    return getattr(hop, "python_key_table", {}).get(type(mode))
+
+
+def dispatch_hop(hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``hop(*args, **kwargs)`` from below ``__torch_function__`` on, as HigherOrderOperator.__call__ does it (2.6-2.14)."""
+    keys = torch._ops._compute_keyset(args, kwargs, hop.non_fallthrough_keys)  # type: ignore[no-untyped-call]
+    return hop.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
+
+
+@contextlib.contextmanager
+def pushed_dispatch_mode(mode: TorchDispatchMode) -> Iterator[None]:
+    push_dispatch_mode(mode)
+    try:
+        yield
+    finally:
+        pop_dispatch_mode(None)
+
+
+@contextlib.contextmanager
+def popped_dispatch_mode() -> Iterator[TorchDispatchMode]:
+    mode = pop_dispatch_mode(None)
+    try:
+        yield mode
+    finally:
+        push_dispatch_mode(mode)
+
+
+@contextlib.contextmanager
+def pushed_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    push_function_mode(mode)
+    try:
+        yield
+    finally:
+        pop_function_mode()
+
+
+def in_compiled_call() -> bool:
+    """Whether a function made by torch.compile is running on this thread, though Dynamo left it as plain Python."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def dynamo_output(context: Any) -> Any:
+    """The graph that Dynamo is making, from what it hands a comptime callback (torch/_dynamo/comptime.py, 2.6 to 2.14).
+
+    It is a new object whenever Dynamo starts over; its ``add_cleanup_hook`` runs a function when it is done or dropped.
+    """
+    return context._ComptimeContext__tx.output
+
+
+@functools.cache
+def dynamo_error_type(error_type: type[Exception]) -> type[Exception]:
+    """``error_type`` as an exception that Dynamo lets through as it is (2.6, 2.13, 2.14).
+
+    Dynamo wraps what a comptime callback raises, unless it is a TorchRuntimeError already.
+    """
+    from torch._dynamo.exc import TorchRuntimeError
+
+    def init(self: Any, *args: Any) -> None:
+        error_type.__init__(self, *args)
+        self.msg = str(self)
+        self.real_stack = torch._guards.TracingContext.extract_stack()
+
+    return type(error_type.__name__, (error_type, TorchRuntimeError), {"__init__": init, "__module__": error_type.__module__})

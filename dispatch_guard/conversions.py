@@ -1,0 +1,192 @@
+"""What is a conversion, and the function mode that sees each one.
+
+A ``to()`` that returns self dispatches nothing, so a dispatch mode alone cannot see it; ``__torch_function__`` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.overrides import TorchFunctionMode
+
+from .sites import Place, module_path
+from .violations import Conversion, Role, TensorMeta
+
+# Methods of torch.Tensor that are to() by another name.
+METHODS: Final = (
+    ("to", "cpu", "cuda", "xpu", "ipu", "hpu", "mtia")
+    + ("float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool")
+    + ("cfloat", "cdouble", "chalf", "type", "type_as")
+    + ("to_dense",)  # to(layout=strided), and to(dtype) of a dense tensor
+)
+# Functions of torch, and operators of torch.ops.aten with all their overloads.
+FUNCTIONS: Final = ("as_tensor", "asarray")
+CASTS: Final = tuple(f"_cast_{name}" for name in "Byte Char Double Float Half Int Long Short".split())
+OPERATORS: Final = ("to", "type_as", "to_dense", *CASTS)
+
+# Callers whose conversions are torch's own business: decompositions, meta functions, tracers, nn.Module.to().
+_INTERNAL_CALLERS: Final = (
+    "torch._decomp",
+    "torch._dynamo",
+    "torch._export",
+    "torch._functorch",
+    "torch._inductor",
+    "torch._meta_registrations",
+    "torch._prims",
+    "torch._refs",
+    "torch._subclasses",
+    "torch.export",
+    "torch.fx.experimental",
+    "torch.fx.passes",
+    "torch.nn.modules.module",
+)
+
+
+def _named_conversions() -> dict[Any, str]:
+    found: dict[Any, str] = {}
+    for name in METHODS:
+        if hasattr(torch.Tensor, name):
+            found[getattr(torch.Tensor, name)] = f"Tensor.{name}"
+    for name in FUNCTIONS + CASTS:
+        if hasattr(torch, name):
+            found[getattr(torch, name)] = f"torch.{name}"
+    for name in OPERATORS:
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:
+            found[packet] = f"aten.{name}"
+            found.update({getattr(packet, overload): f"aten.{name}.{overload}" for overload in packet.overloads()})
+    return found
+
+
+# Every callable that converts, as __torch_function__ is handed it, with the name it goes by in messages.
+CONVERSIONS: Final[dict[Any, str]] = _named_conversions()
+
+# ``tensor.data = other`` reaches no dispatch mode.
+SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def source_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The tensor that a call of one of :data:`CONVERSIONS` converts; ``None`` when it is no conversion."""
+    if args:
+        source = args[0]
+    else:
+        source = next((kwargs[name] for name in ("self", "obj", "data", "input") if name in kwargs), None)
+    return source if isinstance(source, torch.Tensor) and not _asks_for_copy(args, kwargs) else None
+
+
+def _asks_for_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # In every signature of to() the only bools that can be positional are non_blocking and then copy.
+    flags = [arg for arg in args[1:] if isinstance(arg, bool)]
+    return bool(kwargs.get("copy")) or (len(flags) > 1 and flags[1])
+
+
+def is_internal_call(frame: FrameType | None) -> bool:
+    """Whether the conversion called in ``frame`` is torch's own and not written by a user."""
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back  # another function mode hands the user's call on
+    if frame is None:
+        return False
+    name = frame.f_globals.get("__name__", "")
+    if name.startswith(_INTERNAL_CALLERS):
+        # Dynamo runs a user's call on fake tensors from this one function (torch/_dynamo/utils.py, 2.6 to 2.14).
+        return not (name == "torch._dynamo.utils" and frame.f_code.co_name == "run_node")
+    caller = frame.f_back  # module._apply(lambda t: t.to(...)) moves a module too
+    return caller is not None and caller.f_code is torch.nn.Module._apply.__code__
+
+
+class Tag:
+    """A conversion as the guard remembers it: cheap to make, without a tensor, turned to a record when asked for."""
+
+    __slots__ = ("_arguments", "_depth", "_func", "_modules", "_result", "_source", "copied", "place", "via")
+
+    def __init__(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        source: torch.Tensor,
+        result: torch.Tensor,
+        copied: bool,
+        place: Place | None,
+        via: Tag | None,
+    ) -> None:
+        self._func = func
+        arguments = [*args[1:], *kwargs.items()]
+        self._arguments = [meta_of(arg) if isinstance(arg, torch.Tensor) else arg for arg in arguments]
+        self._source, self._result = meta_of(source), meta_of(result)
+        self.copied = copied
+        self.place = place
+        self._depth = 0 if via is None else via._depth + 1
+        self.via = via if self._depth % 8 else None  # a loop of conversions must not make a chain that grows
+
+    def record(self) -> Conversion:
+        return Conversion(
+            call=CONVERSIONS[self._func],
+            arguments=", ".join(_text(argument) for argument in self._arguments),
+            copied=self.copied,
+            source=self._source,
+            result=self._result,
+            site=self.place.site() if self.place else None,
+            module=module_path(self.place),
+            via=self.via.record() if self.via else None,
+        )
+
+
+class Side:
+    """What hangs on tagged memory: a conversion, and which side of it the memory is."""
+
+    __slots__ = ("role", "tag")
+
+    def __init__(self, tag: Tag, role: Role) -> None:
+        self.tag = tag
+        self.role = role
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    try:
+        shape = tuple(size if type(size) is int else str(size) for size in tensor.shape)
+    except RuntimeError:  # a nested tensor of strided layout has no shape
+        shape = ()
+    return TensorMeta(tensor.dtype, tensor.device, shape)
+
+
+def _text(argument: Any) -> str:
+    if isinstance(argument, tuple) and len(argument) == 2:
+        name, value = argument
+        return f"{name}={_text(value)}"
+    if isinstance(argument, TensorMeta):
+        return f"<{str(argument.dtype).removeprefix('torch.')} tensor on {argument.device}>"
+    return repr(argument)
+
+
+class ConversionMode(TorchFunctionMode):
+    """Hands every call that converts to ``on_conversion`` and every write no operator shows to ``on_set_data``."""
+
+    def __init__(
+        self,
+        on_conversion: Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any],
+        on_higher_order: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        on_set_data: Callable[[torch.Tensor], None],
+    ) -> None:
+        self.on_conversion = on_conversion
+        self.on_higher_order = on_higher_order
+        self.on_set_data = on_set_data
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Dynamo traces through this method when it meets it active; it must see nothing but the call itself.
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))
+        if func in CONVERSIONS:
+            return self.on_conversion(func, args, kwargs or {}, sys._getframe(1))
+        if isinstance(func, HigherOrderOperator):
+            return self.on_higher_order(func, args, kwargs or {})
+        if func == SET_DATA:
+            self.on_set_data(args[0])
+        return func(*args, **kwargs) if kwargs else func(*args)

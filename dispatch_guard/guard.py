@@ -1,0 +1,564 @@
+"""The guard: joins conversions, ledger and mutations, and decides whether to raise, warn or record."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType, MethodType, TracebackType
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import ParamSpec, Self
+
+from . import _compat
+from .conversions import ConversionMode, Side, Tag, is_internal_call, source_of
+from .ledger import Ledger, Watch
+from .mutations import written_arguments
+from .sites import Place, here, module_path
+from .storages import keys_of, lives_of
+from .violations import Role, ToMutationError, ToMutationWarning, Violation
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Policy = Literal["any", "observable"]
+OnViolation = Literal["raise", "warn", "record"]
+When = Literal["always", "tracing"]
+
+
+class ToMutationGuard(TorchDispatchMode):
+    """Raises at any in-place write to a tensor that has been through ``to()``.
+
+    ``Tensor.to()`` returns the same tensor when nothing has to change and a copy when something does, so a write after
+    it means different things on different devices and dtypes; an exported program keeps only one meaning.  Inside the
+    guard, a write to the result of a conversion, to its source, or to anything that shares storage with either raises
+    before it runs.
+
+    Use it around an export or a call, or as a decorator (``@ToMutationGuard()``), which guards each call by itself, also
+    where Dynamo traces it (``torch.export.export(..., strict=True)``, ``torch.compile(..., fullgraph=True)``).
+
+    Args:
+        policy: ``"any"`` reports every such write.
+        on_violation: ``"raise"`` raises :class:`ToMutationError`; ``"warn"`` issues a :class:`ToMutationWarning` at the
+            user's line; ``"record"`` only keeps it in :attr:`violations`.
+        when: ``"tracing"`` makes the guard active only under export, compile, make_fx or fake tensors.
+
+    Raises:
+        TypeError: for positional arguments, as when the decorator is written without parentheses.
+        ValueError: for a value that is not listed above.
+        NotImplementedError: for ``policy="observable"``.
+
+    Attributes:
+        violations: the :class:`Violation` records since the guard was last entered, allowed ones included.
+        conversions: how many conversions were seen since then.
+
+    Example:
+        >>> x = torch.zeros(2)
+        >>> with ToMutationGuard(on_violation="record") as guard:
+        ...     y = x.to("cpu")
+        ...     _ = y.add_(5)
+        >>> guard.conversions, [v.op for v in guard.violations]
+        (1, ['aten.add_.Tensor'])
+    """
+
+    # Without this torch refuses to run cond, while_loop and their like under the mode (torch/_ops.py, since 2.7).
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        /,
+        *misplaced: Any,
+        policy: Policy = "any",
+        on_violation: OnViolation = "raise",
+        when: When = "always",
+    ) -> None:
+        if misplaced:
+            raise TypeError(
+                "ToMutationGuard takes no positional arguments; as a decorator write @ToMutationGuard(), with parentheses"
+            )
+        _check_choice("policy", policy, get_args(Policy))
+        _check_choice("on_violation", on_violation, get_args(OnViolation))
+        _check_choice("when", when, get_args(When))
+        if policy == "observable":
+            raise NotImplementedError('policy="observable" is not there yet; use policy="any"')
+        super().__init__()
+        self.policy = policy
+        self.on_violation = on_violation
+        self.when = when
+        self.violations: list[Violation] = []
+        self.conversions = 0
+        self._ledger: Ledger[Side] = Ledger()
+        self._error: ToMutationError | None = None  # raised once, and raised again on leaving if it got lost
+        self._function_mode: ConversionMode | None = None
+        self._inside = 0  # how many of our dispatch handlers are running: conversions in there are torch's own
+        self._depth = 0
+        self._thread = 0
+        self._fullgraph_count = -1
+        self._deferred = False  # under Dynamo's own tracing violations are told at the end: see _stop_in_dynamo
+
+    # ---- entering and leaving
+
+    def __enter__(self) -> Self:
+        if self._depth:
+            self._check_thread("entered")
+            self._depth += 1
+            return self
+        self.violations = []
+        self.conversions = 0
+        self._ledger = Ledger()
+        self._error = None
+        self._inside = 0
+        self._thread = threading.get_ident()
+        self._function_mode = ConversionMode(self._on_conversion, self._on_higher_order, self._on_set_data)
+        super().__enter__()
+        self._function_mode.__enter__()
+        self._fullgraph_count = _compat.accept_uncompiled()
+        self._depth = 1
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._check_thread("left")
+        self._depth -= 1
+        if self._depth:
+            return
+        assert self._function_mode is not None
+        _compat.accept_uncompiled(self._fullgraph_count)
+        self._function_mode.__exit__(exc_type, exc, traceback)
+        super().__exit__(exc_type, exc, traceback)
+        self._function_mode = None
+        try:
+            for side in self._ledger.moved():
+                self._report_unseen(side)
+        except ToMutationError:
+            pass  # it is in self._error
+        finally:
+            self._ledger.clear()
+            if not self._deferred:
+                _allowances.traces.clear()
+        error, self._error = self._error, None
+        if error is not None and exc is not error and (exc is None or isinstance(exc, Exception)):
+            raise error from (None if _arose_from(exc, error) else exc)
+
+    def _check_thread(self, what: str) -> None:
+        if self._thread != threading.get_ident():
+            raise RuntimeError(
+                f"this ToMutationGuard was entered in another thread and cannot be {what} here: modes belong to a "
+                "thread, so use one guard for each"
+            )
+
+    # ---- what the two modes hand us
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._ledger:
+            self._check_writes(func, args, kwargs)
+        if isinstance(func, HigherOrderOperator):
+            return self._run_higher_order(func, args, kwargs)
+        self._inside += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._inside -= 1
+
+    def _on_conversion(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+        source = source_of(args, kwargs)
+        if source is None or self._inside or is_internal_call(frame) or not self._is_active():
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            self.conversions += 1
+            with _compat.no_torch_function():
+                self._tag(func, args, kwargs, source, result, here(frame))
+        return result
+
+    def _on_set_data(self, tensor: torch.Tensor) -> None:
+        if self._ledger:
+            self._check_write("Tensor.data", "self", tensor)
+
+    def _is_active(self) -> bool:
+        return self.when == "always" or _compat.is_tracing() or _compat.in_compiled_call()
+
+    # ---- conversions and writes
+
+    def _tag(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        source: torch.Tensor,
+        result: torch.Tensor,
+        place: Place | None,
+    ) -> None:
+        source_keys = keys_of(source)
+        for side in self._ledger.moved(source_keys):
+            self._report_unseen(side)
+        earlier = self._ledger.find(source_keys)
+        copied = result is not source and not set(keys_of(result)) & set(source_keys)
+        tag = Tag(func, args, kwargs, source, result, copied, place, earlier.tag if earlier else None)
+        sides: list[tuple[Role, torch.Tensor]] = [("source", source), ("result", result)]
+        for role, tensor in sides if copied else sides[1:]:
+            watches = [_watch(t) for t in ((tensor,) if copied or result is source else (source, result))]
+            for key, gone in lives_of(tensor):
+                self._ledger.tag(key, Side(tag, role), gone, [w for w in watches if w is not None])
+
+    def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, tensor in written_arguments(func, args, kwargs):
+            self._check_write(str(func), name, tensor)
+
+    def _check_write(self, op: str, argument: str, tensor: torch.Tensor) -> None:
+        keys = keys_of(tensor)
+        for side in self._ledger.moved(keys):
+            self._report_unseen(side)
+        found = self._ledger.find(keys)
+        if found is None:
+            return
+        self._ledger.let_through(keys)
+        place = here()
+        self._report(
+            Violation(
+                op=op,
+                argument=argument,
+                role=found.role,
+                version=_version(tensor),
+                site=place.site() if place else None,
+                module=module_path(place),
+                conversion=found.tag.record(),
+                allowed=_allowances.reason_for(place),
+            )
+        )
+
+    def _report_unseen(self, side: Side) -> None:
+        self._report(Violation("unseen write", "self", side.role, None, None, "", side.tag.record()))
+
+    def _report(self, violation: Violation) -> None:
+        self.violations.append(violation)
+        if violation.allowed is not None:
+            return
+        if self._deferred:
+            return
+        if self.on_violation == "raise":
+            error = ToMutationError(violation)
+            self._error = self._error or error
+            raise error
+        if self.on_violation == "warn":
+            _warn(violation)
+
+    # ---- higher-order operators: while a handler runs, its mode is off, yet the bodies must be seen
+
+    def _on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _compat.function_stack_depth():  # another function mode is to see the operator too
+            watching = self._watching_functions
+            return hop(*_wrap_bodies(args, watching), **_wrap_bodies(kwargs, watching))
+        with self._watching_functions():
+            return _compat.dispatch_hop(hop, args, kwargs)
+
+    def _run_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        below = _compat.top_dispatch_mode()
+        rule = None if below is None else _compat.hop_rule(hop, below)
+        if rule is not None:
+            # What torch would do next, with ourselves back on the stack: bodies reach the mode unwrapped.
+            with _compat.popped_dispatch_mode() as below, self._watching_body():
+                result = rule(below, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return hop(*_wrap_bodies(args, self._watching_body), **_wrap_bodies(kwargs, self._watching_body))
+
+    @contextlib.contextmanager
+    def _watching_body(self) -> Iterator[None]:
+        inside, self._inside = self._inside, 0
+        with _compat.pushed_dispatch_mode(self):
+            try:
+                yield
+            finally:
+                self._inside = inside
+
+    @contextlib.contextmanager
+    def _watching_functions(self) -> Iterator[None]:
+        assert self._function_mode is not None
+        with _compat.pushed_function_mode(self._function_mode):
+            yield
+
+    # ---- torch.compile
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]  # torch calls it on the mode (2.13, 2.14)
+        """Whether Dynamo may compile the frame it is at although we are active.
+
+        It must compile the bodies of control-flow operators, or the exported graph would change.  Anything else runs as
+        plain Python under the guard, where every write is seen.
+        """
+        return _compat.in_higher_order_compile()
+
+    # ---- the decorator
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Guard each call of ``fn`` by itself.
+
+        Args:
+            fn: a function, method, static method or class method.
+
+        Returns:
+            A function with the name, documentation and signature of ``fn``.
+
+        Raises:
+            TypeError: for a class, a module, a generator or a coroutine function.
+        """
+        if isinstance(fn, (staticmethod, classmethod)):
+            return type(fn)(self(fn.__func__))  # type: ignore[return-value]
+        _check_decorated(fn)
+
+        start, stop = _dynamo_callbacks(self)  # real functions: Dynamo calls them while it traces `guarded`
+
+        @functools.wraps(fn)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_dynamo_compiling():
+                with _TracedByDynamo(start, stop):
+                    return fn(*args, **kwargs)
+            if self.when == "tracing" and not (_compat.is_tracing() or _has_fake(args)):
+                return fn(*args, **kwargs)
+            guard = self._fresh()
+            try:
+                with guard:
+                    return fn(*args, **kwargs)
+            finally:
+                self.violations, self.conversions = guard.violations, guard.conversions
+
+        return guarded
+
+    def _fresh(self) -> ToMutationGuard:
+        return ToMutationGuard(policy=self.policy, on_violation=self.on_violation, when=self.when)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        allowed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be one of {allowed}, not {value!r}")
+
+
+def _check_decorated(fn: object) -> None:
+    if isinstance(fn, type) or not callable(fn):
+        raise TypeError(f"ToMutationGuard() decorates functions and methods, not {fn!r}")
+    if isinstance(fn, torch.nn.Module):
+        raise TypeError("ToMutationGuard() decorates functions and methods: decorate the module's forward instead")
+    if (
+        inspect.iscoroutinefunction(fn)
+        or inspect.isgeneratorfunction(fn)
+        or inspect.isasyncgenfunction(fn)
+    ):
+        raise TypeError(
+            f"ToMutationGuard() cannot decorate the generator or coroutine function {fn.__qualname__}: its body runs in "
+            "pieces between which other code would be guarded; use `with ToMutationGuard():` around those that convert"
+        )
+
+
+def _wrap_bodies(args: Any, watching: Callable[[], contextlib.AbstractContextManager[None]]) -> Any:
+    """``args`` with every callable a user or Dynamo wrote, at any depth of tuples, lists and dicts, run under ``watching``."""
+    if isinstance(args, (tuple, list)) and type(args) in (tuple, list):
+        return type(args)(_wrap_bodies(arg, watching) for arg in args)
+    if type(args) is dict:
+        return {name: _wrap_bodies(arg, watching) for name, arg in args.items()}
+    if not isinstance(args, (FunctionType, MethodType, functools.partial, torch.fx.GraphModule)):
+        return args
+
+    def body(*operands: Any, **named: Any) -> Any:
+        with watching():
+            return args(*operands, **named)
+
+    return body
+
+
+def _has_fake(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, FakeTensor) for arg in args)
+
+
+def _arose_from(exc: BaseException | None, error: BaseException) -> bool:
+    """Whether ``exc`` was raised while ``error`` was handled, or wraps it."""
+    seen: set[int] = set()
+    while exc is not None and id(exc) not in seen:
+        if exc is error:
+            return True
+        seen.add(id(exc))
+        exc = exc.__cause__ or exc.__context__
+    return False
+
+
+def _watch(tensor: torch.Tensor) -> Watch | None:
+    version = _version(tensor)
+    if version is None:
+        return None
+    reference = weakref.ref(tensor)
+
+    def counter() -> int | None:
+        alive = reference()
+        return None if alive is None else _version(alive)
+
+    return Watch(counter, version)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    with _compat.no_torch_function():
+        try:
+            return tensor._version
+        except RuntimeError:  # an inference tensor keeps none
+            return None
+
+
+def _warn(violation: Violation) -> None:
+    site = violation.site or violation.conversion.site
+    warnings.warn_explicit(
+        str(ToMutationError(violation)),
+        ToMutationWarning,
+        site.filename if site else "<unknown>",
+        site.lineno if site else 1,
+    )
+
+
+# ---- decorated functions under Dynamo: a mode cannot be entered from traced code, but callbacks run while it traces
+
+
+
+class _TracedByDynamo:
+    """Runs ``start`` and ``stop`` while Dynamo traces into and out of it.
+
+    It is a context manager so that Dynamo, where it must break the graph inside, gives the whole function up instead and
+    leaves it to run as plain Python, which the modes see (torch/_dynamo/symbolic_convert.py, 2.6 to 2.14).  Dynamo takes
+    only context managers that the traced code makes itself.
+    """
+
+    def __init__(self, start: Callable[[Any], None], stop: Callable[[Any], None]) -> None:
+        self.start, self.stop = start, stop
+
+    def __enter__(self) -> None:
+        torch._dynamo.comptime.comptime(self.start)
+
+    def __exit__(self, *exc_info: object) -> None:
+        torch._dynamo.comptime.comptime(self.stop)
+
+
+def _dynamo_callbacks(decorator: ToMutationGuard) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+    """What to run when Dynamo traces into a function that ``decorator`` decorates, and out of it."""
+    guards: list[ToMutationGuard] = []  # Dynamo compiles one frame at a time, under a lock of its own
+
+    def start(context: Any) -> None:
+        guard = decorator._fresh()
+        guard._deferred = True
+        guard.__enter__()
+        guards.append(guard)
+
+        def abandon() -> None:  # Dynamo gave up, or starts over: `stop` is not going to run
+            if guard in guards:
+                guards.remove(guard)
+                guard.__exit__(None, None, None)
+
+        _compat.dynamo_output(context).add_cleanup_hook(abandon)
+
+    def stop(context: Any) -> None:
+        guard = guards.pop()
+        guard.__exit__(None, None, None)
+        decorator.violations, decorator.conversions = guard.violations, guard.conversions
+        for violation in guard.violations:
+            if violation.allowed is None and guard.on_violation == "raise":
+                raise _compat.dynamo_error_type(ToMutationError)(violation)
+            if violation.allowed is None and guard.on_violation == "warn":
+                _warn(violation)
+
+    return start, stop
+
+
+# ---- writes that are let through
+
+
+class _Allowances(threading.local):
+    """The reasons in force on this thread, innermost last; and those for nodes of a graph that Dynamo made."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self.traces: dict[str, str] = {}  # reason by stack trace: strict export runs Dynamo's graph, not the user's code
+
+    def reason_for(self, place: Place | None) -> str | None:
+        if self.reasons:
+            return self.reasons[-1]
+        return self.traces.get(place.stack_trace) if place and place.stack_trace else None
+
+
+_allowances = _Allowances()
+
+
+class allow_mutation(contextlib.ContextDecorator):  # noqa: N801  # reads as a function, as torch.no_grad does
+    """Let writes to converted tensors through, for a stated reason; they are recorded as allowed.
+
+    Args:
+        reason: why the write is safe.
+
+    Raises:
+        TypeError: when ``reason`` is not a string.
+        ValueError: when it is empty.
+
+    Example:
+        >>> x = torch.zeros(2)
+        >>> with ToMutationGuard() as guard:
+        ...     y = x.float()
+        ...     with allow_mutation("x is not used again"):
+        ...         _ = y.add_(5)
+        >>> [v.allowed for v in guard.violations]
+        ['x is not used again']
+    """
+
+    def __init__(self, reason: str) -> None:
+        if not isinstance(reason, str):
+            raise TypeError(f"allow_mutation takes the reason, a string, not {reason!r}")
+        if not reason.strip():
+            raise ValueError("allow_mutation needs a reason: say why the write is safe")
+        self.reason = reason
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            reason = self.reason  # noqa: F841  # _start_allowing reads it
+            torch._dynamo.comptime.comptime(_start_allowing)
+        else:
+            _allowances.reasons.append(self.reason)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.comptime.comptime(_stop_allowing)
+        else:
+            _allowances.reasons.pop()
+
+
+_allowed_in_dynamo: list[tuple[str, int]] = []  # reason, and how many nodes the graph had
+
+
+def _start_allowing(context: Any) -> None:
+    reason = context.get_local("reason").as_python_constant()
+    output = _compat.dynamo_output(context)
+    entry = (reason, len(output.graph.nodes))
+    _allowed_in_dynamo.append(entry)
+    _allowances.reasons.append(reason)
+
+    def abandon() -> None:
+        if entry in _allowed_in_dynamo:
+            _allowed_in_dynamo.remove(entry)
+            _allowances.reasons.remove(reason)
+
+    output.add_cleanup_hook(abandon)
+
+
+def _stop_allowing(context: Any) -> None:
+    reason, start = _allowed_in_dynamo.pop()
+    _allowances.reasons.pop()
+    for node in list(_compat.dynamo_output(context).graph.nodes)[start:]:
+        _allowances.traces[node.meta.get("stack_trace", "")] = reason
+
+
+ToMutationGuard.__module__ = allow_mutation.__module__ = "dispatch_guard"

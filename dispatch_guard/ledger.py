@@ -1,0 +1,108 @@
+"""Which memory has been through a conversion, and which version counters must not have moved since.
+
+Pure bookkeeping: keys are opaque and hashable, tags are whatever the caller hangs on them.  Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+Tag = TypeVar("Tag")
+Life = Callable[[], bool]
+Counter = Callable[[], int | None]  # a version counter's value now; None when it can no longer be read
+
+
+class Watch(NamedTuple):
+    """A version counter and the value it had when it was last known to be right."""
+
+    counter: Counter
+    version: int
+
+
+class _Entry(Generic[Tag]):
+    __slots__ = ("gone", "stale", "tag", "watches")
+
+    def __init__(self, tag: Tag, gone: Life) -> None:
+        self.tag = tag
+        self.gone = gone
+        self.watches: list[Watch] = []
+        self.stale = False  # a write was let through: its counters move once the write has run
+
+
+class Ledger(Generic[Tag]):
+    """Tags by key; a key whose ``gone()`` is true is a stranger again.
+
+    Example:
+        >>> ledger = Ledger()
+        >>> ledger.tag("storage 1", "x.to(...)", gone=lambda: False)
+        >>> ledger.find(["storage 2", "storage 1"])
+        'x.to(...)'
+    """
+
+    __slots__ = ("_entries", "_sweep_at")
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, _Entry[Tag]] = {}
+        self._sweep_at = 64
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def tag(self, key: Hashable, tag: Tag, gone: Life, watches: Iterable[Watch] = ()) -> None:
+        """Hang ``tag`` on ``key`` in place of an earlier one."""
+        entry = self._live(key)
+        if entry is None:
+            if len(self._entries) >= self._sweep_at:
+                self._sweep()
+            entry = self._entries[key] = _Entry(tag, gone)
+        entry.tag = tag
+        entry.watches = list(watches)
+        entry.stale = False
+
+    def find(self, keys: Iterable[Hashable]) -> Tag | None:
+        """The tag of the first tagged key, or ``None``."""
+        for key in keys:
+            entry = self._live(key)
+            if entry is not None:
+                return entry.tag
+        return None
+
+    def let_through(self, keys: Iterable[Hashable]) -> None:
+        """A write to ``keys`` has been reported already: their counters are about to move, rightly."""
+        for key in keys:
+            entry = self._live(key)
+            if entry is not None:
+                entry.stale = True
+
+    def moved(self, keys: Iterable[Hashable] | None = None) -> Iterator[Tag]:
+        """The tags of those of ``keys`` (of all) whose counters moved with no write reported, each told once."""
+        for key in list(self._entries) if keys is None else keys:
+            entry = self._live(key)
+            if entry is None:
+                continue
+            now = [(watch, watch.counter()) for watch in entry.watches]
+            changed = any(version is not None and version != watch.version for watch, version in now)
+            stale, entry.stale = entry.stale, False
+            if changed:
+                entry.watches = [Watch(watch.counter, version) for watch, version in now if version is not None]
+                if not stale:
+                    yield entry.tag
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def _live(self, key: Hashable) -> _Entry[Tag] | None:
+        entry = self._entries.get(key)
+        if entry is not None and entry.gone():
+            del self._entries[key]
+            return None
+        return entry
+
+    def _sweep(self) -> None:
+        """Forget what is gone; doing so only as the ledger doubles keeps the cost per tag constant."""
+        self._entries = {key: entry for key, entry in self._entries.items() if not entry.gone()}
+        self._sweep_at = max(64, 2 * len(self._entries))

@@ -1,0 +1,208 @@
+"""The user's place: from Python frames, from Dynamo's own interpreter, from a graph's stack traces.
+
+Only this module knows how each tracer remembers where the user's code is.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import weakref
+from types import CodeType, FrameType
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+from .violations import Site
+
+_TORCH: Final = os.path.dirname(torch.__file__) + os.sep
+_OURS: Final = os.path.dirname(__file__) + os.sep
+_GRAPH_CODE: Final = "<eval_with_key>"  # torch/fx/graph_module.py names generated code so (2.6 to 2.14)
+_MODULE_CALL: Final = nn.Module._call_impl.__code__
+
+# Code objects live as long as their modules, so this stays as small as the program.
+_internal: dict[CodeType, bool] = {}
+
+
+class Place:
+    """Where something happened, remembered cheaply; :meth:`site` turns it to text."""
+
+    __slots__ = ("_code", "_lasti", "_modules", "_node_modules", "_positions", "_trace")
+
+    def __init__(self, modules: list[weakref.ref[nn.Module]]) -> None:
+        self._code: CodeType | None = None
+        self._lasti = -1
+        self._positions: tuple[int | None, ...] | None = None
+        self._trace = ""
+        self._node_modules: Any = None
+        self._modules = modules
+
+    def site(self) -> Site | None:
+        if self._code is not None:
+            return _site_of_code(self._code, self._positions or _positions(self._code, self._lasti))
+        return site_of_trace(self._trace)
+
+    @property
+    def stack_trace(self) -> str:
+        """The graph node's stack trace, where a graph was being run."""
+        return self._trace
+
+
+def here(frame: FrameType | None = None) -> Place | None:
+    """The nearest place in the user's code, looking outward from ``frame``."""
+    frame = frame or sys._getframe(1)
+    place: Place | None = None
+    modules: list[weakref.ref[nn.Module]] = []
+    while frame is not None:
+        code = frame.f_code
+        if code is _MODULE_CALL:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and not _is_wrapper(module):
+                modules.append(weakref.ref(module))
+        elif place is None:
+            place = _place_in(frame, modules)
+        frame = frame.f_back
+    return place
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` is what torch.compile or torch.export put around the user's root module."""
+    return isinstance(module, fx.GraphModule) or type(module).__module__.startswith(
+        ("torch._dynamo", "torch._export", "torch.export", "torch._functorch", "torch.fx")
+    )
+
+
+def _place_in(frame: FrameType, modules: list[weakref.ref[nn.Module]]) -> Place | None:
+    code = frame.f_code
+    if not _is_internal(code):
+        if code.co_filename.startswith(_GRAPH_CODE):
+            return _place_of_node(_node_of_graph_frame(frame), modules)
+        place = Place(modules)
+        place._code, place._lasti = code, frame.f_lasti
+        if sys.version_info < (3, 11):
+            place._positions = (frame.f_lineno, None, None, None)
+        return place
+    if code.co_name == "run_node" and code.co_filename.endswith("interpreter.py"):
+        return _place_of_node(frame.f_locals.get("n"), modules)
+    if code.co_filename.endswith("symbolic_convert.py"):
+        return _place_of_dynamo(frame, modules)
+    return None
+
+
+def _place_of_node(node: Any, modules: list[weakref.ref[nn.Module]]) -> Place | None:
+    trace = node.meta.get("stack_trace") if isinstance(node, fx.Node) else None
+    if not trace:
+        return None
+    place = Place(modules)
+    place._trace = trace
+    place._node_modules = node.meta.get("nn_module_stack")
+    return place
+
+
+def _node_of_graph_frame(frame: FrameType) -> fx.Node | None:
+    """The node whose generated line ``frame`` is at: ``to = l_x_.to('cpu');  l_x_ = None`` is node ``to``."""
+    owner = frame.f_locals.get("self")
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    match = re.match(r"\s*(\w+)\b.*=", line)
+    if not isinstance(owner, fx.GraphModule) or match is None:
+        return None
+    return next((node for node in owner.graph.nodes if node.name == match[1]), None)
+
+
+def _place_of_dynamo(frame: FrameType, modules: list[weakref.ref[nn.Module]]) -> Place | None:
+    """The line that Dynamo's interpreter is at (torch/_dynamo/symbolic_convert.py, 2.6 to 2.14)."""
+    translator = frame.f_locals.get("self")
+    code = getattr(translator, "f_code", None)
+    if frame.f_code.co_name != "step" or not isinstance(code, CodeType) or _is_internal(code):
+        return None
+    positions = getattr(getattr(translator, "current_instruction", None), "positions", None)
+    place = Place(modules)
+    place._code = code
+    if positions is not None and positions.lineno is not None:
+        place._positions = (positions.lineno, positions.end_lineno, positions.col_offset, positions.end_col_offset)
+    else:
+        place._positions = (getattr(translator, "lineno", code.co_firstlineno), None, None, None)
+    return place
+
+
+def _is_internal(code: CodeType) -> bool:
+    known = _internal.get(code)
+    if known is None:
+        name = code.co_filename
+        generated = name.startswith("<") and not name.startswith((_GRAPH_CODE, "<stdin>", "<string>", "<ipython"))
+        known = _internal[code] = name.startswith((_TORCH, _OURS)) or generated
+    return known
+
+
+def _positions(code: CodeType, lasti: int) -> tuple[int | None, ...]:
+    for index, positions in enumerate(code.co_positions()):
+        if index == lasti // 2:
+            return positions
+    return (code.co_firstlineno, None, None, None)
+
+
+def _site_of_code(code: CodeType, positions: tuple[int | None, ...]) -> Site:
+    lineno, end_lineno, col, end_col = positions
+    lineno = lineno or code.co_firstlineno
+    line = linecache.getline(code.co_filename, lineno).rstrip("\n")
+    last = linecache.getline(code.co_filename, end_lineno).rstrip("\n") if end_lineno else line
+    return Site(
+        filename=code.co_filename,
+        lineno=lineno,
+        end_lineno=end_lineno,
+        col=_characters(line, col),
+        end_col=_characters(last, end_col),
+        function=getattr(code, "co_qualname", code.co_name).replace("<locals>.", ""),
+        line=line,
+    )
+
+
+def _characters(line: str, column: int | None) -> int | None:
+    """A column in characters from one in UTF-8 bytes."""
+    return None if column is None else len(line.encode()[:column].decode(errors="replace"))
+
+
+_TRACE_FRAME: Final = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+def site_of_trace(trace: str) -> Site | None:
+    """The innermost place in the user's code of a graph node's ``stack_trace``."""
+    frames = [match for match in _TRACE_FRAME.finditer(trace) if not match["file"].startswith((_TORCH, _OURS))]
+    if not frames:
+        return None
+    innermost = frames[-1]
+    filename, lineno = innermost["file"], int(innermost["line"])
+    line = linecache.getline(filename, lineno).rstrip("\n")
+    if not line:
+        following = trace[innermost.end() :].lstrip("\n").splitlines()
+        line = following[0] if following and not following[0].lstrip().startswith("File ") else ""
+    return Site(filename, lineno, None, None, None, innermost["function"], line)
+
+
+def module_path(place: Place | None) -> str:
+    """The path of the innermost module from the root one."""
+    if place is None:
+        return ""
+    if place._node_modules:
+        path = next(reversed(place._node_modules.values()))[0]
+        return _clean(path)
+    chain = [module for reference in reversed(place._modules) if (module := reference()) is not None]
+    return ".".join(name for parent, child in zip(chain, chain[1:]) if (name := _name_in(parent, child)))
+
+
+def _clean(path: str) -> str:
+    """``L['self'].layers[0].norm`` and its like as ``layers.0.norm``."""
+    path = re.sub(r"^L\['(self|mod|fn)'\]\.?|^L__self___?", "", path)
+    path = re.sub(r"\._modules\['([^']+)'\]|\[['\"]?([^'\"\]]+)['\"]?\]", r".\1\2", path)
+    return path.lstrip(".")
+
+
+def _name_in(parent: nn.Module, child: nn.Module) -> str:
+    # Non-strict export runs proxies of the modules that share their __dict__ (torch.fx.experimental.proxy_tensor).
+    for name, module in parent.named_modules():
+        if module is child or module.__dict__ is child.__dict__ or module._modules is child._modules:
+            return name
+    return ""
