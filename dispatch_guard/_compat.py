@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -81,6 +82,33 @@ def accept_uncompiled(count: int = 0) -> int:
     """
     set_count: Any = getattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", None)
     return -1 if set_count is None else int(set_count(count))
+
+
+def code_being_compiled() -> CodeType | None:
+    """The code of the frame that Dynamo asks the modes about, from within ``ignore_compile_internals`` (2.13, 2.14)."""
+    frame = sys._getframe(1)
+    for _ in range(6):
+        candidate = frame.f_locals.get("frame")
+        if isinstance(getattr(candidate, "f_code", None), CodeType) and frame.f_code.co_name == "__call__":
+            return candidate.f_code  # type: ignore[union-attr,no-any-return]
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
+def compile_again(codes: Iterable[CodeType]) -> None:
+    """Let Dynamo look again at code it has left alone because of a mode (2.13, 2.14).
+
+    It marks such code to be skipped for good (torch/_dynamo/types.py, ``ConvertFrameReturn``), as it does under any
+    dispatch mode; what was compiled before stays.
+    """
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    for code in codes:
+        torch._C._dynamo.eval_frame.set_code_exec_strategy(
+            code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+        )
 
 
 def hop_rule(hop: Any, mode: TorchDispatchMode) -> Any:

@@ -85,16 +85,20 @@ def _asks_for_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("copy")) or (len(flags) > 1 and flags[1])
 
 
-def is_internal_call(frame: FrameType | None) -> bool:
-    """Whether the conversion called in ``frame`` is torch's own and not written by a user."""
+def is_internal_call(frame: FrameType | None, in_dynamo: bool) -> bool:
+    """Whether the conversion called in ``frame`` is torch's own and not written by a user.
+
+    While Dynamo traces, it runs the user's calls on fake tensors: they count only with ``in_dynamo``, since strict export
+    runs the graph that Dynamo made again.
+    """
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back  # another function mode hands the user's call on
     if frame is None:
         return False
     name = frame.f_globals.get("__name__", "")
     if name.startswith(_INTERNAL_CALLERS):
-        # Dynamo runs a user's call on fake tensors from this one function (torch/_dynamo/utils.py, 2.6 to 2.14).
-        return not (name == "torch._dynamo.utils" and frame.f_code.co_name == "run_node")
+        # Dynamo calls from this one function only (torch/_dynamo/utils.py, 2.6 to 2.14).
+        return not (in_dynamo and name == "torch._dynamo.utils" and frame.f_code.co_name == "run_node")
     caller = frame.f_back  # module._apply(lambda t: t.to(...)) moves a module too
     return caller is not None and caller.f_code is torch.nn.Module._apply.__code__
 

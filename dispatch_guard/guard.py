@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType, FunctionType, MethodType, TracebackType
+from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -102,6 +102,7 @@ class ToMutationGuard(TorchDispatchMode):
         self._depth = 0
         self._thread = 0
         self._fullgraph_count = -1
+        self._left_uncompiled: set[CodeType] = set()
         self._deferred = False  # under Dynamo's own tracing violations are told at the end: see _stop_in_dynamo
 
     # ---- entering and leaving
@@ -133,6 +134,9 @@ class ToMutationGuard(TorchDispatchMode):
             return
         assert self._function_mode is not None
         _compat.accept_uncompiled(self._fullgraph_count)
+        if self._left_uncompiled:
+            _compat.compile_again(self._left_uncompiled)
+            self._left_uncompiled.clear()
         self._function_mode.__exit__(exc_type, exc, traceback)
         super().__exit__(exc_type, exc, traceback)
         self._function_mode = None
@@ -174,7 +178,7 @@ class ToMutationGuard(TorchDispatchMode):
 
     def _on_conversion(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         source = source_of(args, kwargs)
-        if source is None or self._inside or is_internal_call(frame) or not self._is_active():
+        if source is None or self._inside or is_internal_call(frame, self._deferred) or not self._is_active():
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
@@ -298,7 +302,12 @@ class ToMutationGuard(TorchDispatchMode):
         It must compile the bodies of control-flow operators, or the exported graph would change.  Anything else runs as
         plain Python under the guard, where every write is seen.
         """
-        return _compat.in_higher_order_compile()
+        if _compat.in_higher_order_compile():
+            return True
+        code = _compat.code_being_compiled()
+        if code is not None:
+            self._left_uncompiled.add(code)
+        return False
 
     # ---- the decorator
 

@@ -121,6 +121,7 @@ def _place_of_dynamo(frame: FrameType, modules: list[weakref.ref[nn.Module]]) ->
     positions = getattr(getattr(translator, "current_instruction", None), "positions", None)
     place = Place(modules)
     place._code = code
+    place._node_modules = getattr(translator, "nn_module_stack", None)
     if positions is not None and positions.lineno is not None:
         place._positions = (positions.lineno, positions.end_lineno, positions.col_offset, positions.end_col_offset)
     else:

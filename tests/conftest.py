@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ways import stacks
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Every test, however it ends, leaves both mode stacks as it found them."""
+    before = stacks()
+    flags = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    yield
+    assert stacks() == before
+    assert torch.utils._python_dispatch.is_in_torch_dispatch_mode() == flags
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quiet() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    logging.getLogger("torch.export").setLevel(logging.CRITICAL)
+    logging.getLogger("torch._guards").setLevel(logging.CRITICAL)
