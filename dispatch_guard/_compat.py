@@ -39,6 +39,21 @@ def functorch_unwrap(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def functorch_depth() -> int:
+    """How many transforms (vmap, grad, ...) are at work on this thread (2.6, 2.13, 2.14)."""
+    return torch._C._functorch.get_dynamic_layer_stack_depth()  # type: ignore[attr-defined,no-any-return]
+
+
+def unwind_functorch(depth: int) -> None:
+    """Leave transforms that an exception has left behind (2.6, 2.13, 2.14).
+
+    A graph of Dynamo's enters and leaves them by plain calls, with no try and finally; torch cleans up after compiled
+    functions in the same way (torch/_dynamo/eval_frame.py), but not after the graphs that strict export runs.
+    """
+    if functorch_depth() > depth:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)  # type: ignore[attr-defined]
+
+
 def top_dispatch_mode() -> TorchDispatchMode | None:
     depth = dispatch_stack_depth()
     return torch._C._get_dispatch_stack_at(depth - 1) if depth else None  # type: ignore[attr-defined,no-any-return]

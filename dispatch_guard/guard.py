@@ -101,6 +101,7 @@ class ToMutationGuard(TorchDispatchMode):
         self._inside = 0  # how many of our dispatch handlers are running: conversions in there are torch's own
         self._depth = 0
         self._thread = 0
+        self._functorch_depth = 0
         self._fullgraph_count = -1
         self._left_uncompiled: set[CodeType] = set()
         self._deferred = False  # under Dynamo's own tracing violations are told at the end: see _stop_in_dynamo
@@ -121,6 +122,7 @@ class ToMutationGuard(TorchDispatchMode):
         self._function_mode = ConversionMode(self._on_conversion, self._on_higher_order, self._on_set_data)
         super().__enter__()
         self._function_mode.__enter__()
+        self._functorch_depth = _compat.functorch_depth()
         self._fullgraph_count = _compat.accept_uncompiled()
         self._depth = 1
         return self
@@ -139,6 +141,8 @@ class ToMutationGuard(TorchDispatchMode):
             self._left_uncompiled.clear()
         self._function_mode.__exit__(exc_type, exc, traceback)
         super().__exit__(exc_type, exc, traceback)
+        if exc is not None:
+            _compat.unwind_functorch(self._functorch_depth)
         self._function_mode = None
         try:
             for side in self._ledger.moved():

@@ -16,6 +16,7 @@ def nothing_left_behind() -> Iterator[None]:
     flags = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
     yield
     assert stacks() == before
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
     assert torch.utils._python_dispatch.is_in_torch_dispatch_mode() == flags
 
 
