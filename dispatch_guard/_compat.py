@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The address of a tensor's StorageImpl, without making a Python storage (2.6, 2.13, 2.14).
@@ -37,6 +39,34 @@ def functorch_unwrap(tensor: torch.Tensor) -> torch.Tensor:
     while _is_functorch_wrapped(tensor):
         tensor = _functorch_get_unwrapped(tensor)
     return tensor
+
+
+class _ProcessFlags:
+    """torch keeps whether any dispatch mode is active in variables of the whole process (2.6, 2.13, 2.14).
+
+    Each mode restores on leaving what it found on entering (torch/utils/_python_dispatch.py), so that modes which overlap
+    in two threads leave them set for good.  Guards do not: the last one to leave restores what the first one found.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._guards = 0
+        self._found: dict[str, bool] = {}
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._guards == 0:
+                self._found = {k: v for k, v in vars(_python_dispatch).items() if k.startswith("_is_in_")}
+            self._guards += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._guards -= 1
+            if self._guards == 0:
+                vars(_python_dispatch).update(self._found)
+
+
+process_flags = _ProcessFlags()
 
 
 def functorch_depth() -> int:

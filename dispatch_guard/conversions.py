@@ -85,14 +85,18 @@ def _asks_for_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("copy")) or (len(flags) > 1 and flags[1])
 
 
+def _hands_on(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__package__") == __package__
+
+
 def is_internal_call(frame: FrameType | None, in_dynamo: bool) -> bool:
     """Whether the conversion called in ``frame`` is torch's own and not written by a user.
 
     While Dynamo traces, it runs the user's calls on fake tensors: they count only with ``in_dynamo``, since strict export
     runs the graph that Dynamo made again.
     """
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back  # another function mode hands the user's call on
+    while frame is not None and _hands_on(frame):
+        frame = frame.f_back  # another function mode, or another guard's, hands the user's call on
     if frame is None:
         return False
     name = frame.f_globals.get("__name__", "")

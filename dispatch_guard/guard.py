@@ -120,6 +120,7 @@ class ToMutationGuard(TorchDispatchMode):
         self._inside = 0
         self._thread = threading.get_ident()
         self._function_mode = ConversionMode(self._on_conversion, self._on_higher_order, self._on_set_data)
+        _compat.process_flags.enter()
         super().__enter__()
         self._function_mode.__enter__()
         self._functorch_depth = _compat.functorch_depth()
@@ -141,6 +142,7 @@ class ToMutationGuard(TorchDispatchMode):
             self._left_uncompiled.clear()
         self._function_mode.__exit__(exc_type, exc, traceback)
         super().__exit__(exc_type, exc, traceback)
+        _compat.process_flags.leave()
         if exc is not None:
             _compat.unwind_functorch(self._functorch_depth)
         self._function_mode = None
