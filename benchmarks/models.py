@@ -65,7 +65,14 @@ def t5() -> Made:
 
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, use_cache=False, decoder_start_token_id=0
+        vocab_size=100,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        use_cache=False,
+        decoder_start_token_id=0,
     )
     return _made(T5ForConditionalGeneration(config), input_ids=_tokens(1, 8), decoder_input_ids=_tokens(1, 4))
 

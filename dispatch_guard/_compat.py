@@ -16,22 +16,22 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The address of a tensor's StorageImpl, without making a Python storage (2.6, 2.13, 2.14).
-storage_address = torch._C._storage_address  # type: ignore[attr-defined]
+storage_address: Any = getattr(torch._C, "_storage_address")  # noqa: B009  # it is in no stub
 
 # Off switches as context managers (2.6, 2.13, 2.14): our own look at a tensor must reach no mode and no subclass.
-no_torch_dispatch = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
+no_torch_dispatch = torch._C._DisableTorchDispatch
 no_torch_function = torch._C.DisableTorchFunction
 
 # Raw pushes and pops of the two mode stacks (2.6, 2.13, 2.14).
 push_function_mode = torch._C._push_on_torch_function_stack
 pop_function_mode = torch._C._pop_torch_function_stack
 function_stack_depth = torch._C._len_torch_function_stack
-push_dispatch_mode = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]
-pop_dispatch_mode = torch._C._pop_torch_dispatch_stack  # type: ignore[attr-defined]
-dispatch_stack_depth = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+push_dispatch_mode = torch._C._push_on_torch_dispatch_stack
+pop_dispatch_mode = torch._C._pop_torch_dispatch_stack
+dispatch_stack_depth = torch._C._len_torch_dispatch_stack
 
-_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
-_functorch_get_unwrapped = torch._C._functorch.get_unwrapped  # type: ignore[attr-defined]
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_functorch_get_unwrapped = torch._C._functorch.get_unwrapped
 
 
 def functorch_unwrap(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,8 +44,8 @@ def functorch_unwrap(tensor: torch.Tensor) -> torch.Tensor:
 class _ProcessFlags:
     """torch keeps whether any dispatch mode is active in variables of the whole process (2.6, 2.13, 2.14).
 
-    Each mode restores on leaving what it found on entering (torch/utils/_python_dispatch.py), so that modes which overlap
-    in two threads leave them set for good.  Guards do not: the last one to leave restores what the first one found.
+    Each mode restores on leaving what it found on entering (torch/utils/_python_dispatch.py), so that modes which
+    overlap in two threads leave them set for good.  Guards do not: the last to leave restores what the first found.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ process_flags = _ProcessFlags()
 
 def functorch_depth() -> int:
     """How many transforms (vmap, grad, ...) are at work on this thread (2.6, 2.13, 2.14)."""
-    return torch._C._functorch.get_dynamic_layer_stack_depth()  # type: ignore[attr-defined,no-any-return]
+    return torch._C._functorch.get_dynamic_layer_stack_depth()
 
 
 def unwind_functorch(depth: int) -> None:
@@ -81,12 +81,12 @@ def unwind_functorch(depth: int) -> None:
     functions in the same way (torch/_dynamo/eval_frame.py), but not after the graphs that strict export runs.
     """
     if functorch_depth() > depth:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)  # type: ignore[attr-defined]
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def top_dispatch_mode() -> TorchDispatchMode | None:
     depth = dispatch_stack_depth()
-    return torch._C._get_dispatch_stack_at(depth - 1) if depth else None  # type: ignore[attr-defined,no-any-return]
+    return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
 
 
 def function_modes() -> list[TorchFunctionMode]:
@@ -97,11 +97,11 @@ def is_tracing() -> bool:
     """Whether export, compile, make_fx or a fake-tensor mode is at work on this thread (2.6, 2.13, 2.14)."""
     if torch.compiler.is_compiling():
         return True
-    keys = torch._C._TorchDispatchModeKey  # type: ignore[attr-defined]
+    keys = torch._C._TorchDispatchModeKey
     return (
-        torch._C._get_dispatch_mode(keys.FAKE) is not None  # type: ignore[attr-defined]
-        or torch._C._get_dispatch_mode(keys.PROXY) is not None  # type: ignore[attr-defined]
-        or torch._C._get_dispatch_mode(keys.FUNCTIONAL) is not None  # type: ignore[attr-defined]
+        torch._C._get_dispatch_mode(keys.FAKE) is not None
+        or torch._C._get_dispatch_mode(keys.PROXY) is not None
+        or torch._C._get_dispatch_mode(keys.FUNCTIONAL) is not None
         or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
     )
 
@@ -119,7 +119,7 @@ def in_higher_order_compile() -> bool:
 
 
 def accept_uncompiled(count: int = 0) -> int:
-    """Let ``torch.compile(fullgraph=True)`` run as plain Python; returns what to call this with to undo it (2.13, 2.14).
+    """Let ``torch.compile(fullgraph=True)`` run as plain Python; returns what to call this with to undo it (2.13-2.14).
 
     Dynamo leaves every frame as it is while a mode like ours is active, and a compiled function with ``fullgraph=True``
     then raises "found no compiled frames", unless this counter says that it is nested in another one.  torch does the
@@ -148,12 +148,12 @@ def compile_again(codes: Iterable[CodeType]) -> None:
     It marks such code to be skipped for good (torch/_dynamo/types.py, ``ConvertFrameReturn``), as it does under any
     dispatch mode; what was compiled before stays.
     """
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
+    from torch._dynamo import types as dynamo_types
 
+    names: Any = dynamo_types
+    default = names.FrameExecStrategy(names.FrameAction.DEFAULT, names.FrameAction.DEFAULT)
     for code in codes:
-        torch._C._dynamo.eval_frame.set_code_exec_strategy(
-            code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
-        )
+        torch._C._dynamo.eval_frame.set_code_exec_strategy(code, default)
 
 
 def hop_rule(hop: Any, mode: TorchDispatchMode) -> Any:
@@ -162,8 +162,8 @@ def hop_rule(hop: Any, mode: TorchDispatchMode) -> Any:
 
 
 def dispatch_hop(hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``hop(*args, **kwargs)`` from below ``__torch_function__`` on, as HigherOrderOperator.__call__ does it (2.6-2.14)."""
-    keys = torch._ops._compute_keyset(args, kwargs, hop.non_fallthrough_keys)  # type: ignore[no-untyped-call]
+    """``hop(*args, **kwargs)`` from below ``__torch_function__`` on (HigherOrderOperator.__call__, 2.6 to 2.14)."""
+    keys = torch._ops._compute_keyset(args, kwargs, hop.non_fallthrough_keys)
     return hop.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
 
@@ -226,4 +226,6 @@ def dynamo_error_type(error_type: type[Exception]) -> type[Exception]:
         self.msg = str(self)
         self.real_stack = torch._guards.TracingContext.extract_stack()
 
-    return type(error_type.__name__, (error_type, TorchRuntimeError), {"__init__": init, "__module__": error_type.__module__})
+    return type(
+        error_type.__name__, (error_type, TorchRuntimeError), {"__init__": init, "__module__": error_type.__module__}
+    )

@@ -26,7 +26,7 @@ METHODS: Final = (
 )
 # Functions of torch, and operators of torch.ops.aten with all their overloads.
 FUNCTIONS: Final = ("as_tensor", "asarray")
-CASTS: Final = tuple(f"_cast_{name}" for name in "Byte Char Double Float Half Int Long Short".split())
+CASTS: Final = tuple(f"_cast_{name}" for name in ["Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"])
 OPERATORS: Final = ("to", "type_as", "to_dense", *CASTS)
 
 # Callers whose conversions are torch's own business: decompositions, meta functions, tracers, nn.Module.to().
@@ -92,8 +92,8 @@ def _hands_on(frame: FrameType) -> bool:
 def is_internal_call(frame: FrameType | None, in_dynamo: bool) -> bool:
     """Whether the conversion called in ``frame`` is torch's own and not written by a user.
 
-    While Dynamo traces, it runs the user's calls on fake tensors: they count only with ``in_dynamo``, since strict export
-    runs the graph that Dynamo made again.
+    While Dynamo traces, it runs the user's calls on fake tensors: they count only with ``in_dynamo``, since strict
+    export runs the graph that Dynamo made again.
     """
     while frame is not None and _hands_on(frame):
         frame = frame.f_back  # another function mode, or another guard's, hands the user's call on
@@ -129,7 +129,7 @@ class Tag:
         self._source, self._result = meta_of(source), meta_of(result)
         self.copied = copied
         self.place = place
-        self._depth = 0 if via is None else via._depth + 1
+        self._depth: int = 0 if via is None else via._depth + 1
         self.via = via if self._depth % 8 else None  # a loop of conversions must not make a chain that grows
 
     def record(self) -> Conversion:

@@ -42,8 +42,8 @@ class ToMutationGuard(TorchDispatchMode):
     guard, a write to the result of a conversion, to its source, or to anything that shares storage with either raises
     before it runs.
 
-    Use it around an export or a call, or as a decorator (``@ToMutationGuard()``), which guards each call by itself, also
-    where Dynamo traces it (``torch.export.export(..., strict=True)``, ``torch.compile(..., fullgraph=True)``).
+    Use it around an export or a call, or as a decorator (``@ToMutationGuard()``), which guards each call by itself,
+    also where Dynamo traces it (``torch.export.export(..., strict=True)``, ``torch.compile(..., fullgraph=True)``).
 
     Args:
         policy: ``"any"`` reports every such write.
@@ -82,7 +82,7 @@ class ToMutationGuard(TorchDispatchMode):
     ) -> None:
         if misplaced:
             raise TypeError(
-                "ToMutationGuard takes no positional arguments; as a decorator write @ToMutationGuard(), with parentheses"
+                "ToMutationGuard takes no positional arguments; to decorate, write @ToMutationGuard() with parentheses"
             )
         _check_choice("policy", policy, get_args(Policy))
         _check_choice("on_violation", on_violation, get_args(OnViolation))
@@ -330,7 +330,7 @@ class ToMutationGuard(TorchDispatchMode):
             TypeError: for a class, a module, a generator or a coroutine function.
         """
         if isinstance(fn, (staticmethod, classmethod)):
-            return type(fn)(self(fn.__func__))  # type: ignore[return-value]
+            return type(fn)(self(fn.__func__))
         _check_decorated(fn)
 
         start, stop = _dynamo_callbacks(self)  # real functions: Dynamo calls them while it traces `guarded`
@@ -361,24 +361,20 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {allowed}, not {value!r}")
 
 
-def _check_decorated(fn: object) -> None:
+def _check_decorated(fn: Any) -> None:
     if isinstance(fn, type) or not callable(fn):
         raise TypeError(f"ToMutationGuard() decorates functions and methods, not {fn!r}")
     if isinstance(fn, torch.nn.Module):
         raise TypeError("ToMutationGuard() decorates functions and methods: decorate the module's forward instead")
-    if (
-        inspect.iscoroutinefunction(fn)
-        or inspect.isgeneratorfunction(fn)
-        or inspect.isasyncgenfunction(fn)
-    ):
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
-            f"ToMutationGuard() cannot decorate the generator or coroutine function {fn.__qualname__}: its body runs in "
-            "pieces between which other code would be guarded; use `with ToMutationGuard():` around those that convert"
+            f"ToMutationGuard() cannot decorate the generator or coroutine function {fn.__qualname__}: its body "
+            "runs in pieces between which other code would be guarded; guard what it calls instead"
         )
 
 
 def _wrap_bodies(args: Any, watching: Callable[[], contextlib.AbstractContextManager[None]]) -> Any:
-    """``args`` with every callable a user or Dynamo wrote, at any depth of tuples, lists and dicts, run under ``watching``."""
+    """``args``, with every body in it (a callable that a user or Dynamo made, at any depth) run under ``watching``."""
     if isinstance(args, (tuple, list)) and type(args) in (tuple, list):
         return type(args)(_wrap_bodies(arg, watching) for arg in args)
     if type(args) is dict:
@@ -442,13 +438,12 @@ def _warn(violation: Violation) -> None:
 # ---- decorated functions under Dynamo: a mode cannot be entered from traced code, but callbacks run while it traces
 
 
-
 class _TracedByDynamo:
     """Runs ``start`` and ``stop`` while Dynamo traces into and out of it.
 
-    It is a context manager so that Dynamo, where it must break the graph inside, gives the whole function up instead and
-    leaves it to run as plain Python, which the modes see (torch/_dynamo/symbolic_convert.py, 2.6 to 2.14).  Dynamo takes
-    only context managers that the traced code makes itself.
+    It is a context manager so that Dynamo, where it must break the graph inside, gives the whole function up instead
+    and leaves it to run as plain Python, which the modes see (torch/_dynamo/symbolic_convert.py, 2.6 to 2.14).  Dynamo
+    takes only context managers that the traced code makes itself.
     """
 
     def __init__(self, start: Callable[[Any], None], stop: Callable[[Any], None]) -> None:
@@ -499,7 +494,9 @@ class _Allowances(threading.local):
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
-        self.traces: dict[str, str] = {}  # reason by stack trace: strict export runs Dynamo's graph, not the user's code
+        self.traces: dict[
+            str, str
+        ] = {}  # reason by stack trace: strict export runs Dynamo's graph, not the user's code
 
     def reason_for(self, place: Place | None) -> str | None:
         if self.reasons:
@@ -510,7 +507,7 @@ class _Allowances(threading.local):
 _allowances = _Allowances()
 
 
-class allow_mutation(contextlib.ContextDecorator):  # noqa: N801  # reads as a function, as torch.no_grad does
+class allow_mutation(contextlib.ContextDecorator):  # reads as a function, as torch.no_grad does
     """Let writes to converted tensors through, for a stated reason; they are recorded as allowed.
 
     Args:

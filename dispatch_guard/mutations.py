@@ -79,7 +79,7 @@ def write_plan(func: OpOverload) -> WritePlan | None:
 
 
 def _collective(schema: Any) -> Untold | None:
-    """``c10d::allreduce_`` and its like write what they call outputs, or else ``tensors``; no schema of theirs tells."""
+    """``c10d::allreduce_`` and its like write what they call outputs, or else ``tensors``; their schemas don't tell."""
     namespace, name = schema.name.split("::")
     if namespace != "c10d" or not (name.endswith("_") or name == "recv"):
         return None

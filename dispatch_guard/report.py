@@ -52,8 +52,8 @@ def _why(violation: Violation) -> list[str]:
     other = "source" if violation.role == "result" else "result"
     if violation.conversion.copied:
         return [
-            f"  Here the write leaves the {other} as it is. On a device or dtype where to() has nothing to do, it would",
-            "  change it: the exported program can keep only one of the two.",
+            f"  Here the write leaves the {other} as it is. On a device or dtype where to() has nothing to do, it",
+            "  would change it: the exported program can keep only one of the two.",
         ]
     return [
         f"  Here the write also changes the {other}. On a device or dtype where to() must copy, it would not: the",

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import weakref
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any, Final
 
@@ -189,9 +190,9 @@ def module_path(place: Place | None) -> str:
         return ""
     if place._node_modules:
         path = next(reversed(place._node_modules.values()))[0]
-        return _clean(path)
-    chain = [module for reference in reversed(place._modules) if (module := reference()) is not None]
-    return ".".join(name for parent, child in zip(chain, chain[1:]) if (name := _name_in(parent, child)))
+        return _clean(str(path))
+    chain: list[nn.Module] = [module for reference in reversed(place._modules) if (module := reference()) is not None]
+    return ".".join(name for parent, child in pairwise(chain) if (name := _name_in(parent, child)))
 
 
 def _clean(path: str) -> str:
@@ -203,6 +204,7 @@ def _clean(path: str) -> str:
 
 def _name_in(parent: nn.Module, child: nn.Module) -> str:
     # Non-strict export runs proxies of the modules that share their __dict__ (torch.fx.experimental.proxy_tensor).
+    name: str
     for name, module in parent.named_modules():
         if module is child or module.__dict__ is child.__dict__ or module._modules is child._modules:
             return name

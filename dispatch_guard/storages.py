@@ -24,7 +24,7 @@ Life = Callable[[], bool]  # says whether the memory behind a key is gone
 
 
 def components(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold ``tensor``'s values: itself, what a transform or subclass wraps, or a sparse one's parts."""
+    """The tensors that hold ``tensor``'s values: itself, what a transform or subclass wraps, or a sparse one's."""
     tensor = functorch_unwrap(tensor)
     if type(tensor) in _PLAIN:
         return [tensor] if _has_storage(tensor) else _parts(tensor)
@@ -80,9 +80,9 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _key(component: torch.Tensor) -> int:
     try:
-        return storage_address(component)
+        return int(storage_address(component))
     except (RuntimeError, NotImplementedError):
-        return int(component._cdata)  # type: ignore[attr-defined]  # the TensorImpl: no storage to speak of
+        return int(component._cdata)  # the TensorImpl: no storage to speak of
 
 
 def _life(component: torch.Tensor) -> Life:

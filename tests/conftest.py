@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
 from ways import stacks
 
 

@@ -59,9 +59,7 @@ def make(kind: str, body: Any) -> nn.Module:
             if kind == "cond_false":
                 return torch.cond(x.sum() > 100, torch.cos, run, (x,))
             if kind == "nested_cond":
-                return torch.cond(
-                    x.sum() > 0, lambda t: torch.cond(t.max() > 0, run, torch.cos, (t,)), torch.cos, (x,)
-                )
+                return torch.cond(x.sum() > 0, lambda t: torch.cond(t.max() > 0, run, torch.cos, (t,)), torch.cos, (x,))
             if kind == "while_loop":
                 return while_loop(
                     lambda i, t: i < 3, lambda i, t: (i + 1, run(t)), (torch.zeros((), dtype=torch.int64), x)
@@ -71,9 +69,7 @@ def make(kind: str, body: Any) -> nn.Module:
             if kind == "scan":
                 return scan(lambda c, t: (c + 1, run(t)), x, torch.stack([x, x]))
             if kind == "associative_scan":
-                return associative_scan(
-                    lambda a, b: body(a + b), torch.stack([x, x, x]), dim=0, combine_mode="generic"
-                )
+                return associative_scan(lambda a, b: body(a + b), torch.stack([x, x, x]), dim=0, combine_mode="generic")
             raise AssertionError(kind)
 
     return Program()
@@ -153,7 +149,9 @@ def test_decompositions_under_the_guard(kind: str) -> None:
 
 
 def text(program: torch.export.ExportedProgram) -> str:
-    return re.sub(r"<eval_with_key>\.\d+", "", program.graph_module.print_readable(False)) + str(program.graph_signature)
+    return re.sub(r"<eval_with_key>\.\d+", "", program.graph_module.print_readable(False)) + str(
+        program.graph_signature
+    )
 
 
 def metadata(program: torch.export.ExportedProgram) -> list[tuple[str, str]]:
