@@ -14,6 +14,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
+from .mutations import hides_out
 from .sites import Place, module_path
 from .violations import Conversion, Role, TensorMeta
 
@@ -173,17 +174,17 @@ def _text(argument: Any) -> str:
 
 
 class ConversionMode(TorchFunctionMode):
-    """Hands every call that converts to ``on_conversion`` and every write no operator shows to ``on_set_data``."""
+    """Hands every call that converts to ``on_conversion`` and every write no operator shows to ``on_write``."""
 
     def __init__(
         self,
         on_conversion: Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any],
         on_higher_order: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
-        on_set_data: Callable[[torch.Tensor], None],
+        on_write: Callable[[str, str, torch.Tensor], None],
     ) -> None:
         self.on_conversion = on_conversion
         self.on_higher_order = on_higher_order
-        self.on_set_data = on_set_data
+        self.on_write = on_write
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -195,6 +196,10 @@ class ConversionMode(TorchFunctionMode):
             return self.on_conversion(func, args, kwargs or {}, sys._getframe(1))
         if isinstance(func, HigherOrderOperator):
             return self.on_higher_order(func, args, kwargs or {})
-        if func == SET_DATA:
-            self.on_set_data(args[0])
-        return func(*args, **kwargs) if kwargs else func(*args)
+        if not kwargs:
+            if func == SET_DATA:
+                self.on_write("Tensor.data", "self", args[0])
+            return func(*args)
+        if "out" in kwargs and hides_out(func):
+            self.on_write(f"aten.{func.__name__.split('.')[0]}.out", "out", kwargs["out"])
+        return func(*args, **kwargs)

@@ -61,6 +61,8 @@ class ToMutationGuard(TorchDispatchMode):
         conversions: how many conversions were seen since then.
 
     Example:
+        >>> import torch
+        >>> from dispatch_guard import ToMutationGuard
         >>> x = torch.zeros(2)
         >>> with ToMutationGuard(on_violation="record") as guard:
         ...     y = x.to("cpu")
@@ -119,7 +121,7 @@ class ToMutationGuard(TorchDispatchMode):
         self._error = None
         self._inside = 0
         self._thread = threading.get_ident()
-        self._function_mode = ConversionMode(self._on_conversion, self._on_higher_order, self._on_set_data)
+        self._function_mode = ConversionMode(self._on_conversion, self._on_higher_order, self._on_write)
         _compat.process_flags.enter()
         super().__enter__()
         self._function_mode.__enter__()
@@ -193,9 +195,9 @@ class ToMutationGuard(TorchDispatchMode):
                 self._tag(func, args, kwargs, source, result, here(frame))
         return result
 
-    def _on_set_data(self, tensor: torch.Tensor) -> None:
+    def _on_write(self, op: str, argument: str, tensor: torch.Tensor) -> None:
         if self._ledger:
-            self._check_write("Tensor.data", "self", tensor)
+            self._check_write(op, argument, tensor)
 
     def _is_active(self) -> bool:
         return self.when == "always" or _compat.is_tracing() or _compat.in_compiled_call()
@@ -518,6 +520,8 @@ class allow_mutation(contextlib.ContextDecorator):  # reads as a function, as to
         ValueError: when it is empty.
 
     Example:
+        >>> import torch
+        >>> from dispatch_guard import ToMutationGuard, allow_mutation
         >>> x = torch.zeros(2)
         >>> with ToMutationGuard() as guard:
         ...     y = x.float()

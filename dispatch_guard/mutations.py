@@ -60,6 +60,15 @@ UNTOLD: Final[dict[str, Untold]] = {
     "inductor::accumulate_grad_": Untold(("variable", "variable_grad")),
 }
 
+# Functions that run as others under a mode, so that no operator shows their write to ``out``: matrix_rank becomes a sum
+# whose result is returned in its place (aten/src/ATen/native/LinearAlgebra.cpp; then torch leaves ``out`` unwritten).
+UNTOLD_OUT: Final = frozenset({"linalg_matrix_rank"})
+
+
+def hides_out(func: Any) -> bool:
+    """Whether ``func``, as ``__torch_function__`` is handed it, writes an ``out`` that no operator will show."""
+    return getattr(func, "__name__", "").split(".")[0] in UNTOLD_OUT
+
 
 @functools.cache
 def write_plan(func: OpOverload) -> WritePlan | None:

@@ -94,7 +94,7 @@ def test_violations_are_printed_with_both_places(
     programs: str, how: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", f"{programs}:bad", *how]) == 1
-    out, err = capsys.readouterr()
+    out = capsys.readouterr().out
     assert 'y = x.to("cpu")' in out
     assert "y.add_(5)" in out
     assert out.splitlines()[-1] == "1 conversions, 1 violations"
