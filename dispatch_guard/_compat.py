@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The address of a tensor's StorageImpl, without making a Python storage (2.6, 2.13, 2.14).
@@ -167,6 +169,21 @@ def dispatch_hop(hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return hop.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
 
+def can_run_kernel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether below the mode at hand nothing but the kernel is left: no mode, no subclass, a tensor to choose it by."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+    return bool(tensors) and plain and not dispatch_stack_depth() and not functorch_depth()
+
+
+def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)`` from below the modes on, so that they can be on while the kernel runs (2.13, 2.14)."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    keys = functools.reduce(operator.or_, map(torch._C._dispatch_keys, tensors))
+    keys = (keys & torch._C._after_autograd_keyset) - torch._C._dispatch_tls_local_exclude_set()
+    return func.redispatch(keys, *args, **kwargs)
+
+
 @contextlib.contextmanager
 def pushed_dispatch_mode(mode: TorchDispatchMode) -> Iterator[None]:
     push_dispatch_mode(mode)
@@ -192,6 +209,15 @@ def pushed_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         pop_function_mode()
+
+
+@functools.cache
+def without_override(func: Any) -> Any:
+    """The body of a function of torch written in Python, without its question for ``__torch_function__`` (2.6-2.14)."""
+    answers = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
+    body = FunctionType(func.__code__, {**func.__globals__, **answers}, func.__name__, func.__defaults__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
 
 
 def in_compiled_call() -> bool:

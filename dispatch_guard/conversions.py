@@ -70,6 +70,10 @@ CONVERSIONS: Final[dict[Any, str]] = _named_conversions()
 # ``tensor.data = other`` reaches no dispatch mode.
 SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
+# Functions of torch written in Python that run a user's code (hooks, autograd functions): while a function mode handles
+# a call it is off, so their bodies have to be run with it on.
+RUN_USER_CODE: Final = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
 
 def source_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The tensor that a call of one of :data:`CONVERSIONS` converts; ``None`` when it is no conversion."""
@@ -174,16 +178,16 @@ def _text(argument: Any) -> str:
 
 
 class ConversionMode(TorchFunctionMode):
-    """Hands every call that converts to ``on_conversion`` and every write no operator shows to ``on_write``."""
+    """Hands on every call that converts, every one that runs bodies, and every write that no operator shows."""
 
     def __init__(
         self,
         on_conversion: Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any],
-        on_higher_order: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        on_bodies: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         on_write: Callable[[str, str, torch.Tensor], None],
     ) -> None:
         self.on_conversion = on_conversion
-        self.on_higher_order = on_higher_order
+        self.on_bodies = on_bodies
         self.on_write = on_write
 
     def __torch_function__(
@@ -194,8 +198,8 @@ class ConversionMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in CONVERSIONS:
             return self.on_conversion(func, args, kwargs or {}, sys._getframe(1))
-        if isinstance(func, HigherOrderOperator):
-            return self.on_higher_order(func, args, kwargs or {})
+        if isinstance(func, HigherOrderOperator) or func in RUN_USER_CODE:
+            return self.on_bodies(func, args, kwargs or {})
         if not kwargs:
             if func == SET_DATA:
                 self.on_write("Tensor.data", "self", args[0])

@@ -21,7 +21,7 @@ from typing_extensions import ParamSpec, Self
 from . import _compat
 from .conversions import ConversionMode, Side, Tag, is_internal_call, source_of
 from .ledger import Ledger, Watch
-from .mutations import written_arguments
+from .mutations import has_user_kernel, is_plain, written_arguments
 from .sites import Place, here, module_path
 from .storages import keys_of, lives_of
 from .violations import Role, ToMutationError, ToMutationWarning, Violation
@@ -121,7 +121,7 @@ class ToMutationGuard(TorchDispatchMode):
         self._error = None
         self._inside = 0
         self._thread = threading.get_ident()
-        self._function_mode = ConversionMode(self._on_conversion, self._on_higher_order, self._on_write)
+        self._function_mode = ConversionMode(self._on_conversion, self._on_bodies, self._on_write)
         _compat.process_flags.enter()
         super().__enter__()
         self._function_mode.__enter__()
@@ -174,10 +174,14 @@ class ToMutationGuard(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._ledger:
-            self._check_writes(func, args, kwargs)
-        if isinstance(func, HigherOrderOperator):
-            return self._run_higher_order(func, args, kwargs)
+        if not is_plain(func):
+            if self._ledger:
+                self._check_writes(func, args, kwargs)
+            if isinstance(func, HigherOrderOperator):
+                return self._run_higher_order(func, args, kwargs)
+            if has_user_kernel(func) and _compat.can_run_kernel(args, kwargs):
+                with self._watching_body(), self._watching_functions():
+                    return _compat.run_kernel(func, args, kwargs)
         self._inside += 1
         try:
             return func(*args, **kwargs)
@@ -231,8 +235,6 @@ class ToMutationGuard(TorchDispatchMode):
 
     def _check_write(self, op: str, argument: str, tensor: torch.Tensor) -> None:
         keys = keys_of(tensor)
-        for side in self._ledger.moved(keys):
-            self._report_unseen(side)
         found = self._ledger.find(keys)
         if found is None:
             return
@@ -269,12 +271,14 @@ class ToMutationGuard(TorchDispatchMode):
 
     # ---- higher-order operators: while a handler runs, its mode is off, yet the bodies must be seen
 
-    def _on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _compat.function_stack_depth():  # another function mode is to see the operator too
-            watching = self._watching_functions
-            return hop(*_wrap_bodies(args, watching), **_wrap_bodies(kwargs, watching))
+    def _on_bodies(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(not isinstance(mode, ConversionMode) for mode in _compat.function_modes()):
+            watching = self._watching_functions  # another function mode is to see this call too
+            return func(*_wrap_bodies(args, watching), **_wrap_bodies(kwargs, watching))
         with self._watching_functions():
-            return _compat.dispatch_hop(hop, args, kwargs)
+            if isinstance(func, HigherOrderOperator):
+                return _compat.dispatch_hop(func, args, kwargs)
+            return _compat.without_override(func)(*args, **kwargs)
 
     def _run_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         below = _compat.top_dispatch_mode()
@@ -298,8 +302,9 @@ class ToMutationGuard(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _watching_functions(self) -> Iterator[None]:
-        assert self._function_mode is not None
-        with _compat.pushed_function_mode(self._function_mode):
+        mode = self._function_mode
+        assert mode is not None
+        with contextlib.nullcontext() if mode in _compat.function_modes() else _compat.pushed_function_mode(mode):
             yield
 
     # ---- torch.compile

@@ -97,6 +97,26 @@ def _collective(schema: Any) -> Untold | None:
     return Untold(outputs or ("tensors",))
 
 
+# Namespaces whose kernels are torch's own.
+_TORCH_NAMESPACES: Final = frozenset(
+    "aten prims prim _quantized quantized _c10d_functional _c10d_functional_autograd c10d inductor mkldnn mkl fsdp "
+    "symm_mem profiler debugprims rngprims sparse xnnpack prepacked onednn _dtensor dist_autograd static_runtime "
+    "internal streams aoti_torch device_mesh bundled onnx quantized_decomposed".split()
+)
+
+
+@functools.cache
+def has_user_kernel(func: Any) -> bool:
+    """Whether ``func`` is an operator that a user has defined, whose kernel may be Python code of theirs."""
+    return isinstance(func, OpOverload) and func.namespace not in _TORCH_NAMESPACES
+
+
+@functools.cache
+def is_plain(func: Any) -> bool:
+    """Whether ``func`` only reads and is torch's own: nothing has to be looked at."""
+    return isinstance(func, OpOverload) and write_plan(func) is None and not has_user_kernel(func)
+
+
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     """The tensors that this call of ``func`` writes, each with the name of the argument it came by."""
     if isinstance(func, HigherOrderOperator):

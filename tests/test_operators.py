@@ -134,8 +134,6 @@ class Watch(TorchDispatchMode):
         return result
 
 
-
-
 def test_no_operator_writes_what_it_does_not_tell() -> None:
     untold: set[str] = set()
     tried = 0
@@ -202,9 +200,7 @@ def test_every_inplace_variant_raises_through_either_side() -> None:
                     except ToMutationError:
                         continue
                     missed.append((op.name, side, copied))
-    print(
-        f"\nin-place variants: {tried} tried, {tried - len(missed)} caught, {len(missed)} missed; {len(skipped)} not run"
-    )
+    print(f"\nin-place: {tried} tried, {tried - len(missed)} caught, {len(missed)} missed; {len(skipped)} not run")
     assert missed == [], missed
     assert tried > 500
 
