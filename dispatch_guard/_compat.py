@@ -8,7 +8,7 @@ import operator
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -169,6 +169,29 @@ def dispatch_hop(hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return hop.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
 
+def functionalizing() -> bool:
+    """Whether torch.func.functionalize is the innermost transform at work (2.6, 2.13, 2.14).
+
+    It makes writes pure before any dispatch mode sees them.
+    """
+    if not functorch_depth():
+        return False
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Functionalize
+
+
+def dispatch_overload(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)`` from below ``__torch_function__`` on, as the dispatcher does it (2.13, 2.14)."""
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        overload = torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs)
+        func = getattr(func, overload or "default")
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    keys = functools.reduce(
+        operator.or_, map(torch._C._dispatch_keys, tensors), torch._C._dispatch_tls_local_include_set()
+    )
+    return func.redispatch(keys - torch._C._dispatch_tls_local_exclude_set(), *args, **kwargs)
+
+
 def can_run_kernel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether below the mode at hand nothing but the kernel is left: no mode, no subclass, a tensor to choose it by."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -209,6 +232,19 @@ def pushed_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         pop_function_mode()
+
+
+def refused_swap(exc: BaseException) -> list[tuple[torch.Tensor, FrameType]]:
+    """The tensors of a torch.utils.swap_tensors call that ended in ``exc``, with its frame (2.6, 2.13, 2.14).
+
+    It reaches no mode, and it refuses tensors that have weak references, as all those in our ledger do.
+    """
+    trace = exc.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_code is not torch.utils.swap_tensors.__code__:
+        return []
+    return [(trace.tb_frame.f_locals[name], trace.tb_frame) for name in ("t1", "t2")]
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from enum import Enum, auto
 from types import FrameType
 from typing import Any, Final
 
@@ -14,7 +15,8 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
-from .mutations import hides_out
+from ._compat import functionalizing
+from .mutations import hides_out, is_composite_of_user
 from .sites import Place, module_path
 from .violations import Conversion, Role, TensorMeta
 
@@ -30,7 +32,8 @@ FUNCTIONS: Final = ("as_tensor", "asarray")
 CASTS: Final = tuple(f"_cast_{name}" for name in ["Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"])
 OPERATORS: Final = ("to", "type_as", "to_dense", *CASTS)
 
-# Callers whose conversions are torch's own business: decompositions, meta functions, tracers, nn.Module.to().
+# Callers whose conversions are torch's own business: decompositions, meta functions, tracers, what moves or shards
+# modules and the state of optimizers.
 _INTERNAL_CALLERS: Final = (
     "torch._decomp",
     "torch._dynamo",
@@ -41,6 +44,10 @@ _INTERNAL_CALLERS: Final = (
     "torch._prims",
     "torch._refs",
     "torch._subclasses",
+    "torch.amp",
+    "torch.distributed",
+    "torch.nested",
+    "torch.optim",
     "torch.export",
     "torch.fx.experimental",
     "torch.fx.passes",
@@ -67,8 +74,13 @@ def _named_conversions() -> dict[Any, str]:
 # Every callable that converts, as __torch_function__ is handed it, with the name it goes by in messages.
 CONVERSIONS: Final[dict[Any, str]] = _named_conversions()
 
-# ``tensor.data = other`` reaches no dispatch mode.
-SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# Writes that reach no dispatch mode: ``tensor.data = other``, and the methods that call a Python function per element.
+WRITES: Final[dict[Any, str]] = {
+    torch.Tensor.data.__set__: "Tensor.data",  # type: ignore[attr-defined]
+    torch.Tensor.apply_: "Tensor.apply_",
+    torch.Tensor.map_: "Tensor.map_",
+    torch.Tensor.map2_: "Tensor.map2_",
+}
 
 # Functions of torch written in Python that run a user's code (hooks, autograd functions): while a function mode handles
 # a call it is off, so their bodies have to be run with it on.
@@ -177,6 +189,42 @@ def _text(argument: Any) -> str:
     return repr(argument)
 
 
+class Kind(Enum):
+    """What the function mode has to do about a function."""
+
+    PLAIN = auto()
+    CONVERSION = auto()
+    BODIES = auto()  # it runs code of the user's, which has to be seen too
+    WRITE = auto()  # it writes its first argument, and no operator shows that
+    HIDES_OUT = auto()  # it writes its ``out``, and no operator shows that
+    IN_PLACE = auto()  # it writes its first argument; functionalize() hides that from operators
+
+
+_IN_PLACE_OPERATORS: Final = {
+    f"__{name}__"
+    for name in "setitem iadd isub imul itruediv idiv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+}
+_NO_WRITES: Final = ("requires_grad_", "share_memory_", "detach_")  # neither values nor shape change
+
+_kinds: dict[Any, Kind] = dict.fromkeys(CONVERSIONS, Kind.CONVERSION)
+_kinds.update(dict.fromkeys(RUN_USER_CODE, Kind.BODIES))
+_kinds.update(dict.fromkeys(WRITES, Kind.WRITE))
+
+
+def _kind_of(func: Any) -> Kind:
+    name = getattr(func, "__name__", "")
+    if isinstance(func, HigherOrderOperator) or is_composite_of_user(func):
+        kind = Kind.BODIES
+    elif hides_out(func):
+        kind = Kind.HIDES_OUT
+    elif name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES):
+        kind = Kind.IN_PLACE
+    else:
+        kind = Kind.PLAIN
+    _kinds[func] = kind
+    return kind
+
+
 class ConversionMode(TorchFunctionMode):
     """Hands on every call that converts, every one that runs bodies, and every write that no operator shows."""
 
@@ -196,14 +244,16 @@ class ConversionMode(TorchFunctionMode):
         # Dynamo traces through this method when it meets it active; it must see nothing but the call itself.
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
-        if func in CONVERSIONS:
-            return self.on_conversion(func, args, kwargs or {}, sys._getframe(1))
-        if isinstance(func, HigherOrderOperator) or func in RUN_USER_CODE:
-            return self.on_bodies(func, args, kwargs or {})
-        if not kwargs:
-            if func == SET_DATA:
-                self.on_write("Tensor.data", "self", args[0])
-            return func(*args)
-        if "out" in kwargs and hides_out(func):
-            self.on_write(f"aten.{func.__name__.split('.')[0]}.out", "out", kwargs["out"])
-        return func(*args, **kwargs)
+        kind = _kinds.get(func) or _kind_of(func)
+        if kind is not Kind.PLAIN:
+            if kind is Kind.CONVERSION:
+                return self.on_conversion(func, args, kwargs or {}, sys._getframe(1))
+            if kind is Kind.BODIES:
+                return self.on_bodies(func, args, kwargs or {})
+            if kind is Kind.WRITE:
+                self.on_write(WRITES[func], "self", args[0])
+            elif kind is Kind.HIDES_OUT and kwargs and "out" in kwargs:
+                self.on_write(f"aten.{func.__name__.split('.')[0]}.out", "out", kwargs["out"])
+            elif kind is Kind.IN_PLACE and functionalizing() and args and isinstance(args[0], torch.Tensor):
+                self.on_write(f"Tensor.{func.__name__}", "self", args[0])
+        return func(*args, **kwargs) if kwargs else func(*args)

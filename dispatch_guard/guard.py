@@ -13,7 +13,7 @@ from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import ParamSpec, Self
@@ -154,12 +154,26 @@ class ToMutationGuard(TorchDispatchMode):
         except ToMutationError:
             pass  # it is in self._error
         finally:
-            self._ledger.clear()
             if not self._deferred:
                 _allowances.traces.clear()
+        if exc is not None and self.on_violation == "raise":
+            self._error = self._error or self._refused_swap(exc)
+        self._ledger.clear()
         error, self._error = self._error, None
         if error is not None and exc is not error and (exc is None or isinstance(exc, Exception)):
             raise error from (None if _arose_from(exc, error) else exc)
+
+    def _refused_swap(self, exc: BaseException) -> ToMutationError | None:
+        """The violation behind torch's refusal to swap a tensor that our ledger has a weak reference to."""
+        for tensor, frame in _compat.refused_swap(exc):
+            side = self._ledger.find(keys_of(tensor))
+            if side is not None:
+                place = here(frame)
+                site = place.site() if place else None
+                return ToMutationError(
+                    Violation("utils.swap_tensors", "t1", side.role, None, site, module_path(place), side.tag.record())
+                )
+        return None
 
     def _check_thread(self, what: str) -> None:
         if self._thread != threading.get_ident():
@@ -278,6 +292,8 @@ class ToMutationGuard(TorchDispatchMode):
         with self._watching_functions():
             if isinstance(func, HigherOrderOperator):
                 return _compat.dispatch_hop(func, args, kwargs)
+            if isinstance(func, (OpOverload, OpOverloadPacket)):
+                return _compat.dispatch_overload(func, args, kwargs)
             return _compat.without_override(func)(*args, **kwargs)
 
     def _run_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

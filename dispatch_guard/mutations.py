@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 Call = Callable[[str], Any]  # the value of an argument of the call at hand, by name
 
@@ -109,6 +109,16 @@ _TORCH_NAMESPACES: Final = frozenset(
 def has_user_kernel(func: Any) -> bool:
     """Whether ``func`` is an operator that a user has defined, whose kernel may be Python code of theirs."""
     return isinstance(func, OpOverload) and func.namespace not in _TORCH_NAMESPACES
+
+
+def is_composite_of_user(func: Any) -> bool:
+    """Whether ``func`` is a user's operator that runs as the operators it is made of, before any mode sees it."""
+    overloads = [getattr(func, name) for name in func.overloads()] if isinstance(func, OpOverloadPacket) else [func]
+    return all(
+        has_user_kernel(overload)
+        and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
+        for overload in overloads
+    )
 
 
 @functools.cache

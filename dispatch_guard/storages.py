@@ -34,7 +34,8 @@ def components(tensor: torch.Tensor) -> list[torch.Tensor]:
         names = tensor.__tensor_flatten__()[0]
         if getattr(tensor, "is_nested", False):
             names = [n for n in names if n == "_values"]  # offsets are shared by unrelated tensors of one raggedness
-        return [c for name in names for c in components(getattr(tensor, name)) if isinstance(c, torch.Tensor)]
+        parts = [getattr(tensor, name) for name in names]  # a DTensor's hold its mesh as well
+        return [component for part in parts if isinstance(part, torch.Tensor) for component in components(part)]
     return [tensor] if _has_storage(tensor) else _parts(tensor)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ from dispatch_guard.cli import main
 MODELS = str(Path(__file__).parents[1] / "benchmarks" / "models.py")
 
 PROGRAMS = """
+import sys
+
 import torch
 from torch import nn
 
@@ -31,6 +36,27 @@ class Fails(nn.Module):
         raise ValueError("no such luck\\nsecond line")
 
 
+class Branches(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else x + 1
+
+
+class Exits(nn.Module):
+    def forward(self, x):
+        sys.exit(0)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Bad() for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Makes:
     @staticmethod
     def bad():
@@ -47,6 +73,27 @@ def bad_twice():
 
 def good():
     return nn.Linear(3, 3), (torch.zeros(3),)
+
+
+def stack():
+    return Stack(), (torch.zeros(3),)
+
+
+def chatty():
+    print("the factory says hello")
+    return good()
+
+
+def branches():
+    return Branches(), (torch.zeros(3),)
+
+
+def exits():
+    return Exits(), (torch.zeros(3),)
+
+
+def factory_exits():
+    sys.exit(0)
 
 
 def fails():
@@ -78,15 +125,27 @@ not_a_function = 3
 
 
 @pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "programs_to_check.py").write_text(PROGRAMS)
     (tmp_path / "broken.py").write_text("import no_such_package\n")
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("")
-    (tmp_path / "package" / "models.py").write_text("from programs_to_check import *\n")
-    return "programs_to_check.py"
+    (tmp_path / "exiting.py").write_text("raise SystemExit(0)\n")
+    (tmp_path / "typo.py").write_text("def bad(:\n")
+    (tmp_path / "notes.txt").write_text("")
+    package = tmp_path / "package"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "models.py").write_text("from programs_to_check import *\n")
+    (package / "inner" / "__init__.py").write_text("")
+    (package / "inner" / "relative.py").write_text("from ..models import bad\n")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "random.py").write_text(PROGRAMS)
+    before = set(sys.modules)
+    yield "programs_to_check.py"
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize("how", [[], ["--strict"], ["--eager"]])
@@ -115,9 +174,61 @@ def test_keyword_arguments_and_repeated_places(programs: str, capsys: pytest.Cap
     assert out.splitlines()[-1] == "1 conversions, 2 violations"
 
 
-@pytest.mark.parametrize("target", ["programs_to_check:bad", "package.models:bad", "./programs_to_check.py:Makes.bad"])
+def test_a_class_used_in_many_layers_is_reported_once(programs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{programs}:stack"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("y.add_(5)") == 1
+    assert "(6 times, in 6 modules: layers.0, layers.1, layers.2, layers.3, ...)" in out
+    assert out.splitlines()[-1] == "6 conversions, 6 violations"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "programs_to_check:bad",
+        "package.models:bad",
+        "./programs_to_check.py:Makes.bad",
+        "package/models.py:bad",
+        "package/inner/relative.py:bad",
+    ],
+)
 def test_targets_in_packages_files_and_classes(programs: str, target: str) -> None:
     assert main(["check", target]) == 1
+
+
+def test_a_file_named_like_a_loaded_module_does_not_take_its_place(programs: str) -> None:
+    assert main(["check", "elsewhere/random.py:bad"]) == 1
+    assert sys.modules["random"] is random
+
+
+def test_classes_of_a_file_are_found_by_pickle_and_by_its_next_target(programs: str, tmp_path: Path) -> None:
+    assert main(["check", f"{programs}:good", f"{programs}:bad"]) == 1
+    cls = sys.modules["programs_to_check"].Bad
+    assert type(pickle.loads(pickle.dumps(cls()))) is cls
+    assert sys.modules["programs_to_check"].__file__ == str(tmp_path / programs)
+    assert "programs_to_check_" not in sys.modules
+
+
+def test_a_file_that_failed_to_load_is_not_kept(programs: str) -> None:
+    assert main(["check", "broken.py:bad"]) == 2
+    assert "broken" not in sys.modules
+
+
+def test_a_file_of_another_package_of_the_same_name_is_refused(
+    programs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "elsewhere" / "package"
+    other.mkdir()
+    (other / "__init__.py").write_text("")
+    (other / "models.py").write_text("from programs_to_check import *\n")
+    assert main(["check", "package/models.py:bad"]) == 1
+    assert main(["check", "elsewhere/package/models.py:bad"]) == 2
+    assert "it is package.models by its place, but package.models is " in capsys.readouterr().err
+
+
+def test_what_the_factory_prints_is_not_among_the_results(programs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{programs}:chatty"]) == 0
+    assert capsys.readouterr() == ("0 conversions, 0 violations\n", "the factory says hello\n")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +243,12 @@ def test_targets_in_packages_files_and_classes(programs: str, target: str) -> No
         ("programs_to_check.py:missing", "there is no 'missing' in programs_to_check.py"),
         ("programs_to_check.py:not_a_function", "'not_a_function' in programs_to_check.py is not a function but int"),
         ("broken.py:bad", "importing it failed: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("typo.py:bad", "importing it failed: SyntaxError: invalid syntax (typo.py, line 1)"),
+        ("exiting.py:bad", "importing it failed: SystemExit: 0"),
+        ("./notes.txt:bad", "not a Python file"),
+        ("programs_to_check.py:factory_exits", "the factory failed: SystemExit: 0"),
+        ("programs_to_check.py:exits", "exporting it failed: SystemExit: 0"),
+        ("programs_to_check.py:branches", "exporting it failed: "),
         ("programs_to_check.py:fails", "exporting it failed: ValueError: no such luck"),
         ("programs_to_check.py:factory_fails", "the factory failed: KeyError: 'nothing here'"),
         ("programs_to_check.py:wrong_shape", "must return (module, args) or (module, args, kwargs), not Linear"),
@@ -146,9 +263,22 @@ def test_what_cannot_be_checked_is_one_clear_line(
     assert main(["check", target]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    lines = [line for line in err.splitlines() if line.startswith("dispatch_guard:")]
-    assert len(lines) == 1 and words in lines[0] and lines[0].startswith(f"dispatch_guard: {target}: ")
-    assert "Traceback" not in err
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith(f"dispatch_guard: {target}: ") and words in err
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        (["--strict"], "exporting it failed: Unsupported: Observed exception"),  # as without a guard
+        (["--eager"], "running it failed: ValueError: no such luck"),
+    ],
+)
+def test_what_fails_in_other_ways_of_running_is_one_line_too(
+    programs: str, how: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{programs}:fails", *how]) == 2
+    assert capsys.readouterr() == ("", f"dispatch_guard: {programs}:fails: {words}\n")
 
 
 def test_the_traceback_on_request(programs: str, capsys: pytest.CaptureFixture[str]) -> None:

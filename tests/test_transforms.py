@@ -1,0 +1,238 @@
+"""Transforms of programs, backward passes, and operators of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from dispatch_guard import ToMutationError, ToMutationGuard
+
+Tensor = torch.Tensor
+Program = Callable[[Tensor], Tensor]
+X = torch.ones(3, 4)
+
+
+def bad(x: Tensor) -> Tensor:
+    z = x.clone()
+    y = z.to("cpu")
+    y.add_(1)
+    return z.sin()
+
+
+def good(x: Tensor) -> Tensor:
+    y = x.to("cpu") + 1
+    y.mul_(2)
+    return y.sin()
+
+
+def total(f: Program) -> Program:
+    return lambda x: f(x).sum()
+
+
+TRANSFORMS: dict[str, Callable[[Program], Any]] = {
+    "vmap": lambda f: vmap(f)(X),
+    "vmap of vmap": lambda f: vmap(vmap(f))(X),
+    "vmap in chunks": lambda f: vmap(f, chunk_size=2)(X),
+    "grad": lambda f: grad(total(f))(X),
+    "vjp": lambda f: vjp(f, X)[1](X),
+    "jvp": lambda f: jvp(f, (X,), (X,)),
+    "jacrev": lambda f: jacrev(f)(X[0]),
+    "jacfwd": lambda f: jacfwd(f)(X[0]),
+    "hessian": lambda f: hessian(total(f))(X[0]),
+    "vmap of grad": lambda f: vmap(grad(total(f)))(X),
+    "grad of vmap": lambda f: grad(lambda x: vmap(f)(x).sum())(X),
+    "functionalize": lambda f: functionalize(f)(X),
+    "checkpoint": lambda f: checkpoint(f, X.clone().requires_grad_(), use_reentrant=False).sum().backward(),
+    "reentrant checkpoint": lambda f: checkpoint(f, X.clone().requires_grad_(), use_reentrant=True).sum().backward(),
+    "backward": lambda f: f(X.clone().requires_grad_()).sum().backward(),
+    "graph break": lambda f: torch.compile(lambda x: (torch._dynamo.graph_break(), f(x))[1], backend="eager")(X),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_violation_in_a_transformed_function_raises(transform: str) -> None:
+    with pytest.raises(ToMutationError) as caught, ToMutationGuard():
+        TRANSFORMS[transform](bad)
+    site = caught.value.violation.site
+    assert site is not None and site.line.strip() == "y.add_(1)"
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_clean_transformed_function_computes_the_same(transform: str) -> None:
+    plain = TRANSFORMS[transform](good)
+    with ToMutationGuard() as guard:
+        guarded = TRANSFORMS[transform](good)
+    assert guard.conversions > 0 and guard.violations == []
+    if plain is not None and transform != "vjp":
+        torch.testing.assert_close(plain, guarded, rtol=0, atol=0)
+
+
+def test_a_write_in_a_transform_to_a_tensor_converted_outside() -> None:
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        y = torch.ones(3).to("cpu")
+        vmap(lambda t: t.add_(1))(y)
+
+
+def test_a_write_in_a_hook_to_a_tensor_converted_in_the_forward_pass() -> None:
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        y = torch.ones(3).to("cpu")
+        out = torch.ones(3, requires_grad=True) * 2
+        out.register_hook(lambda g: y.add_(1))
+        out.sum().backward()
+
+
+def test_a_write_in_a_backward_pass_to_a_tensor_converted_in_the_forward_pass() -> None:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.buffer = x.detach().to("cpu")
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            ctx.buffer.add_(1)
+            return g
+
+    for backward in (
+        lambda y: y.sum().backward(),
+        lambda y: torch.autograd.backward(y.sum()),
+    ):
+        with pytest.raises(ToMutationError), ToMutationGuard():
+            backward(Function.apply(torch.ones(3, requires_grad=True)))
+
+
+@pytest.mark.parametrize("how", ["Tensor.backward", "autograd.backward", "autograd.grad"])
+@pytest.mark.parametrize("clean", [False, True])
+def test_conversions_in_backward_hooks(how: str, clean: bool) -> None:
+    def hook(g: Tensor) -> Tensor:
+        converted = g.cos().to("cpu")
+        return converted + 1 if clean else converted.add_(1)
+
+    def run() -> Any:
+        x = torch.ones(3, requires_grad=True)
+        y = x * 2
+        y.register_hook(hook)
+        if how == "Tensor.backward":
+            y.sum().backward(retain_graph=True)
+            return x.grad
+        if how == "autograd.backward":
+            torch.autograd.backward([y.sum()])
+            return x.grad
+        return torch.autograd.grad(y.sum(), [x])[0]
+
+    if clean:
+        plain = run()
+        with ToMutationGuard() as guard:
+            guarded = run()
+        assert guard.conversions == 1 and torch.equal(plain, guarded)
+        return
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        run()
+
+
+# ---- operators of the user's own
+
+
+@torch.library.custom_op("guard_tests::writes", mutates_args={"x"})
+def writes(x: Tensor, others: list[Tensor]) -> None:
+    x.add_(1)
+
+
+@torch.library.custom_op("guard_tests::writes_list", mutates_args={"others"})
+def writes_list(x: Tensor, others: list[Tensor]) -> None:
+    others[0].add_(1)
+
+
+@torch.library.custom_op("guard_tests::converts", mutates_args=())
+def converts(x: Tensor, inside: bool) -> Tensor:
+    y = x.clone().to("cpu")
+    if inside:
+        y.add_(1)
+    return y.sin()
+
+
+@converts.register_fake
+def _(x: Tensor, inside: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+library = torch.library.Library("guard_tests_library", "DEF")
+library.define("increment(Tensor(a!) x) -> ()")
+library.impl("increment", lambda x: x.add_(1) and None, "CPU")
+library.impl("increment", lambda x: None, "Meta")
+library.define("composite(Tensor x) -> Tensor")
+library.impl("composite", lambda x: x.clone().to("cpu").add_(1), "CompositeImplicitAutograd")
+
+
+def test_what_a_custom_operator_says_it_mutates() -> None:
+    x = torch.ones(2)
+    for call, argument in (
+        (lambda t: writes(t, [x]), "x"),
+        (lambda t: writes_list(x, [x, t]), "others"),
+        (lambda t: torch.ops.guard_tests_library.increment(t), "x"),
+        (lambda t: torch.ops.guard_tests_library.increment.default(x=t), "x"),
+    ):
+        with pytest.raises(ToMutationError) as caught, ToMutationGuard():
+            call(torch.ones(2).to("cpu"))
+        assert caught.value.violation.argument == argument
+    with ToMutationGuard() as guard:
+        y = torch.ones(2).to("cpu")
+        writes(torch.ones(2), [y])
+        writes_list(y, [torch.ones(2)])
+    assert guard.violations == []
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_inside_the_kernel_of_a_custom_operator(requires_grad: bool) -> None:
+    x = torch.ones(2, requires_grad=requires_grad)
+    expected = converts(x, False)
+    with ToMutationGuard() as guard:
+        assert torch.equal(converts(x, False), expected)
+        assert converts(x, False).requires_grad == expected.requires_grad
+    assert guard.conversions == 2
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        converts(x, True)
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        torch.ops.guard_tests_library.composite(x.detach())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_custom_operators_in_export(strict: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self, bad: bool) -> None:
+            super().__init__()
+            self.bad = bad
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = x.clone()
+            y = z.to("cpu") if self.bad else z.to("cpu") + 1
+            torch.ops.guard_tests_library.increment(y)
+            return converts(y, True)
+
+    plain = torch.export.export(Model(False), (torch.ones(2),), strict=strict)
+    with ToMutationGuard() as guard:
+        guarded = torch.export.export(Model(False), (torch.ones(2),), strict=strict)
+        decomposed = guarded.run_decompositions()
+    assert guard.violations == []
+    assert str(plain.graph) == str(guarded.graph)
+    assert str(plain.run_decompositions().graph) == str(decomposed.graph)  # with auto_functionalized operators
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        torch.export.export(Model(True), (torch.ones(2),), strict=strict)
+
+
+def test_attention() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    with ToMutationGuard() as guard:
+        F.scaled_dot_product_attention(q, q, q)
+        flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score * 2)
+    assert guard.violations == []
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score.clone().to("cpu").add_(1))
