@@ -25,6 +25,9 @@ no_torch_dispatch = torch._C._DisableTorchDispatch
 no_torch_function = torch._C.DisableTorchFunction
 
 # Raw pushes and pops of the two mode stacks (2.6, 2.13, 2.14).
+subclasses_enabled = (
+    torch._C._is_torch_function_enabled
+)  # whether __torch_function__ of subclasses is (2.6, 2.13, 2.14)
 push_function_mode = torch._C._push_on_torch_function_stack
 pop_function_mode = torch._C._pop_torch_function_stack
 function_stack_depth = torch._C._len_torch_function_stack

@@ -5,6 +5,7 @@ A ``to()`` that returns self dispatches nothing, so a dispatch mode alone cannot
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from enum import Enum, auto
@@ -15,7 +16,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
-from ._compat import functionalizing
+from ._compat import functionalizing, subclasses_enabled
 from .mutations import hides_out, is_composite_of_user
 from .sites import Place, module_path
 from .violations import Conversion, Role, TensorMeta
@@ -225,6 +226,12 @@ def _kind_of(func: Any) -> Kind:
     return kind
 
 
+@functools.cache
+def _overrides(subclass: type) -> bool:
+    own, default = (getattr(cls.__torch_function__, "__func__", None) for cls in (subclass, torch.Tensor))  # type: ignore[attr-defined]
+    return own is not None and own is not default
+
+
 class ConversionMode(TorchFunctionMode):
     """Hands on every call that converts, every one that runs bodies, and every write that no operator shows."""
 
@@ -232,10 +239,12 @@ class ConversionMode(TorchFunctionMode):
         self,
         on_conversion: Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any],
         on_bodies: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        on_subclasses: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any],
         on_write: Callable[[str, str, torch.Tensor], None],
     ) -> None:
         self.on_conversion = on_conversion
         self.on_bodies = on_bodies
+        self.on_subclasses = on_subclasses
         self.on_write = on_write
 
     def __torch_function__(
@@ -256,4 +265,6 @@ class ConversionMode(TorchFunctionMode):
                 self.on_write(f"aten.{func.__name__.split('.')[0]}.out", "out", kwargs["out"])
             elif kind is Kind.IN_PLACE and functionalizing() and args and isinstance(args[0], torch.Tensor):
                 self.on_write(f"Tensor.{func.__name__}", "self", args[0])
+        if types and any(map(_overrides, types)) and subclasses_enabled():  # their __torch_function__ is users' code
+            return self.on_subclasses(func, types, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)

@@ -121,7 +121,7 @@ class ToMutationGuard(TorchDispatchMode):
         self._error = None
         self._inside = 0
         self._thread = threading.get_ident()
-        self._function_mode = ConversionMode(self._on_conversion, self._on_bodies, self._on_write)
+        self._function_mode = ConversionMode(self._on_conversion, self._on_bodies, self._on_subclasses, self._on_write)
         _compat.process_flags.enter()
         super().__enter__()
         self._function_mode.__enter__()
@@ -286,7 +286,7 @@ class ToMutationGuard(TorchDispatchMode):
     # ---- higher-order operators: while a handler runs, its mode is off, yet the bodies must be seen
 
     def _on_bodies(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(not isinstance(mode, ConversionMode) for mode in _compat.function_modes()):
+        if self._other_function_modes():
             watching = self._watching_functions  # another function mode is to see this call too
             return func(*_wrap_bodies(args, watching), **_wrap_bodies(kwargs, watching))
         with self._watching_functions():
@@ -295,6 +295,20 @@ class ToMutationGuard(TorchDispatchMode):
             if isinstance(func, (OpOverload, OpOverloadPacket)):
                 return _compat.dispatch_overload(func, args, kwargs)
             return _compat.without_override(func)(*args, **kwargs)
+
+    @staticmethod
+    def _other_function_modes() -> bool:
+        return any(not isinstance(mode, ConversionMode) for mode in _compat.function_modes())
+
+    def _on_subclasses(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch would do next (torch.overrides.handle_torch_function), with the function mode on meanwhile."""
+        if not self._other_function_modes():
+            with self._watching_functions():
+                for subclass in types:
+                    result = subclass.__torch_function__(func, types, args, kwargs)
+                    if result is not NotImplemented:
+                        return result
+        return func(*args, **kwargs)
 
     def _run_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         below = _compat.top_dispatch_mode()

@@ -309,3 +309,26 @@ def test_traced_and_scripted_functions() -> None:
     assert guard.violations == []
     with pytest.raises(ToMutationError), ToMutationGuard():
         torch.jit.trace(lambda x: x.to("cpu").add_(1), (torch.zeros(3),))
+
+
+def test_conversions_in_handlers_of_modes_and_subclasses() -> None:
+    from torch.overrides import TorchFunctionMode
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            return result.to("cpu") if func is torch.Tensor.sin else result
+
+    class Sub(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            return result.as_subclass(torch.Tensor).to("cpu") if func is torch.Tensor.sin else result
+
+    with pytest.raises(ToMutationError), ToMutationGuard(), Mode():
+        torch.ones(3).sin().add_(1)
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        torch.ones(3).as_subclass(Sub).sin().add_(1)
+    with ToMutationGuard() as guard:
+        assert torch.equal(torch.ones(3).as_subclass(Sub).cos(), torch.ones(3).cos())
+    assert guard.conversions == 0
