@@ -239,9 +239,9 @@ class ToMutationGuard(TorchDispatchMode):
         tag = Tag(func, args, kwargs, source, result, copied, place, earlier.tag if earlier else None)
         sides: list[tuple[Role, torch.Tensor]] = [("source", source), ("result", result)]
         for role, tensor in sides if copied else sides[1:]:
-            watches = [_watch(t) for t in ((tensor,) if copied or result is source else (source, result))]
+            watches = _watches((tensor,) if copied or result is source else (source, result))
             for key, gone in lives_of(tensor):
-                self._ledger.tag(key, Side(tag, role), gone, [w for w in watches if w is not None])
+                self._ledger.tag(key, Side(tag, role), gone, watches)
 
     def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, tensor in written_arguments(func, args, kwargs):
@@ -439,6 +439,13 @@ def _arose_from(exc: BaseException | None, error: BaseException) -> bool:
         seen.add(id(exc))
         exc = exc.__cause__ or exc.__context__
     return False
+
+
+def _watches(tensors: tuple[torch.Tensor, ...]) -> list[Watch]:
+    """What to look at for writes that no mode sees: the tensors, and what they are views of, which may outlive them."""
+    bases = (tensor._base for tensor in tensors if tensor._is_view())
+    watches = (_watch(tensor) for tensor in (*tensors, *bases) if tensor is not None)
+    return [watch for watch in watches if watch is not None]
 
 
 def _watch(tensor: torch.Tensor) -> Watch | None:

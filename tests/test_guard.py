@@ -155,6 +155,16 @@ def test_a_write_from_another_thread_is_raised_at_the_next_event() -> None:
     assert caught.value.violation.op == "unseen write"
 
 
+@pytest.mark.parametrize("view", [lambda t: t[0], lambda t: t.T[1:].unsqueeze(0)])
+def test_a_write_from_another_thread_to_what_a_dead_view_was_of(view: Any) -> None:
+    x = torch.zeros(3, 3)
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        view(x).to("cpu")
+        thread = threading.Thread(target=lambda: x.add_(1))
+        thread.start()
+        thread.join()
+
+
 def test_a_write_where_modes_are_off_is_raised_on_leaving() -> None:
     from torch.utils._python_dispatch import _disable_current_modes
 
