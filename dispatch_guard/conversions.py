@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ._compat import functionalizing, subclasses_enabled
 from .mutations import hides_out, is_composite_of_user
 from .sites import Place, module_path
+from .source import conversion_at
 from .violations import Conversion, Role, TensorMeta
 
 # Methods of torch.Tensor that are to() by another name.
@@ -151,16 +152,30 @@ class Tag:
         self.via = via if self._depth % 8 else None  # a loop of conversions must not make a chain that grows
 
     def record(self) -> Conversion:
+        call = CONVERSIONS[self._func]
+        site = self.place.site() if self.place else None
+        found = conversion_at(site, _spellings(call)) if site else None
+        if found is not None and found.name in METHODS:
+            call = f"Tensor.{found.name}"  # what the user wrote, where a graph has the operator
         return Conversion(
-            call=CONVERSIONS[self._func],
+            call=call,
             arguments=", ".join(_text(argument) for argument in self._arguments),
             copied=self.copied,
             source=self._source,
             result=self._result,
-            site=self.place.site() if self.place else None,
+            site=found.site if found else site,
             module=module_path(self.place),
             via=self.via.record() if self.via else None,
+            expression=found.source if found else "",
+            target=found.target or "" if found else "",
+            text=found.call if found else "",
         )
+
+
+def _spellings(call: str) -> frozenset[str]:
+    """What the call may be named in the user's source: an operator of a graph can come from any."""
+    names = call.split(".")
+    return frozenset(names[1:2]) if names[0] != "aten" else frozenset((*names[1:], *METHODS, *FUNCTIONS, *CASTS))
 
 
 class Side:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import threading
 import warnings
 import weakref
@@ -19,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import ParamSpec, Self
 
 from . import _compat
-from .conversions import ConversionMode, Side, Tag, is_internal_call, source_of
+from .conversions import ConversionMode, Side, Tag, is_internal_call, meta_of, source_of
 from .ledger import Ledger, Watch
 from .mutations import has_user_kernel, is_plain, written_arguments
-from .sites import Place, here, module_path
+from .report import advice, report, role_of
+from .sites import Place, here, inplace_module, module_path
+from .source import call_at, write_at
 from .storages import keys_of, lives_of
 from .violations import Role, ToMutationError, ToMutationWarning, Violation
 
@@ -32,6 +35,9 @@ R = TypeVar("R")
 Policy = Literal["any", "observable"]
 OnViolation = Literal["raise", "warn", "record"]
 When = Literal["always", "tracing"]
+Format = Literal["text", "json", "sarif", "github"]
+
+_log = logging.getLogger("dispatch_guard")
 
 
 class ToMutationGuard(TorchDispatchMode):
@@ -103,6 +109,7 @@ class ToMutationGuard(TorchDispatchMode):
         self._inside = 0  # how many of our dispatch handlers are running: conversions in there are torch's own
         self._depth = 0
         self._thread = 0
+        self._logging = False
         self._functorch_depth = 0
         self._fullgraph_count = -1
         self._left_uncompiled: set[CodeType] = set()
@@ -120,6 +127,7 @@ class ToMutationGuard(TorchDispatchMode):
         self._ledger = Ledger()
         self._error = None
         self._inside = 0
+        self._logging = _log.isEnabledFor(logging.DEBUG)
         self._thread = threading.get_ident()
         self._function_mode = ConversionMode(self._on_conversion, self._on_bodies, self._on_subclasses, self._on_write)
         _compat.process_flags.enter()
@@ -168,11 +176,7 @@ class ToMutationGuard(TorchDispatchMode):
         for tensor, frame in _compat.refused_swap(exc):
             side = self._ledger.find(keys_of(tensor))
             if side is not None:
-                place = here(frame)
-                site = place.site() if place else None
-                return ToMutationError(
-                    Violation("utils.swap_tensors", "t1", side.role, None, site, module_path(place), side.tag.record())
-                )
+                return ToMutationError(_violation("utils.swap_tensors", "t1", tensor, side, here(frame)))
         return None
 
     def _check_thread(self, what: str) -> None:
@@ -181,6 +185,29 @@ class ToMutationGuard(TorchDispatchMode):
                 f"this ToMutationGuard was entered in another thread and cannot be {what} here: modes belong to a "
                 "thread, so use one guard for each"
             )
+
+    def report(self, format: Format = "text") -> str:
+        """What was seen since the guard was last entered, as one text.
+
+        Args:
+            format: ``"text"``; ``"json"`` (the README tells its form); ``"sarif"`` (2.1.0); ``"github"``, a workflow
+                command for each violation.
+
+        Returns:
+            The report: violations at the same two places are folded, with a count, and ordered by place.
+
+        Raises:
+            ValueError: for another format.
+
+        Example:
+            >>> import torch
+            >>> from dispatch_guard import ToMutationGuard
+            >>> with ToMutationGuard(on_violation="record") as guard:
+            ...     _ = torch.zeros(2).to("cpu")
+            >>> print(guard.report())
+            1 conversions, 0 violations
+        """
+        return report(self.violations, self.conversions, format)
 
     # ---- what the two modes hand us
 
@@ -237,6 +264,9 @@ class ToMutationGuard(TorchDispatchMode):
         earlier = self._ledger.find(source_keys)
         copied = result is not source and not set(keys_of(result)) & set(source_keys)
         tag = Tag(func, args, kwargs, source, result, copied, place, earlier.tag if earlier else None)
+        if self._logging:
+            conversion = tag.record()
+            _log.debug("%s tagged: %s", conversion.call, conversion.site)
         sides: list[tuple[Role, torch.Tensor]] = [("source", source), ("result", result)]
         for role, tensor in sides if copied else sides[1:]:
             watches = _watches((tensor,) if copied or result is source else (source, result))
@@ -250,25 +280,19 @@ class ToMutationGuard(TorchDispatchMode):
     def _check_write(self, op: str, argument: str, tensor: torch.Tensor) -> None:
         keys = keys_of(tensor)
         found = self._ledger.find(keys)
+        if self._logging:
+            _log.debug("%s checked: %s is %s", op, argument, "tagged" if found else "not tagged")
         if found is None:
             return
         self._ledger.let_through(keys)
-        place = here()
-        self._report(
-            Violation(
-                op=op,
-                argument=argument,
-                role=found.role,
-                version=_version(tensor),
-                site=place.site() if place else None,
-                module=module_path(place),
-                conversion=found.tag.record(),
-                allowed=_allowances.reason_for(place),
-            )
-        )
+        with _compat.no_torch_function():
+            violation = _violation(op, argument, tensor, found, here())
+        self._report(violation)
 
     def _report_unseen(self, side: Side) -> None:
-        self._report(Violation("unseen write", "self", side.role, None, None, "", side.tag.record()))
+        conversion = side.tag.record()
+        help_ = advice("unseen write", "self", conversion, None, None, None)
+        self._report(Violation("unseen write", "self", side.role, None, None, "", conversion, help=help_))
 
     def _report(self, violation: Violation) -> None:
         self.violations.append(violation)
@@ -390,6 +414,27 @@ class ToMutationGuard(TorchDispatchMode):
 
     def _fresh(self) -> ToMutationGuard:
         return ToMutationGuard(policy=self.policy, on_violation=self.on_violation, when=self.when)
+
+
+def _violation(op: str, argument: str, tensor: torch.Tensor, found: Side, place: Place | None) -> Violation:
+    conversion = found.tag.record()
+    site = place.site() if place else None
+    written = write_at(site, op.split(".")[1]) if site else None
+    expression = written.expression if written else ""
+    where = written.site if written else call_at(site) if site else None
+    return Violation(
+        op=op,
+        argument=argument,
+        role=role_of(found.role, conversion, expression),
+        version=_version(tensor),
+        site=where,
+        module=module_path(place),
+        conversion=conversion,
+        allowed=_allowances.reason_for(place),
+        expression=expression,
+        written=meta_of(tensor),
+        help=advice(op, argument, conversion, written, where, inplace_module(place)),
+    )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

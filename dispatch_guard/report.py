@@ -2,67 +2,366 @@
 
 from __future__ import annotations
 
-from .violations import Conversion, Site, Violation
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from .source import Written, receiver
+from .violations import Conversion, Role, Site, TensorMeta, Violation
+
+_WIDTH = 100  # source lines and labels are clipped or wrapped to about this
 
 
 def render(violation: Violation) -> str:
     """The message of a :class:`~dispatch_guard.ToMutationError`."""
     conversion = violation.conversion
-    lines = [
-        f"in-place {violation.op} on the {violation.role} of {conversion.call}",
-        "",
-        *_place(conversion.site, conversion.module, _converted(conversion)),
-        *_place(violation.site, violation.module, _written(violation)),
-        "",
-        *_why(violation),
-        "",
-        *_help(violation),
-    ]
+    lines = [headline(violation), ""]
+    for earlier in _earlier(conversion)[-2:]:
+        lines += _place(earlier.site, earlier.module, f"{_name(earlier)} first converted here")
+    lines += _place(conversion.site, conversion.module, _converted(conversion))
+    lines += _place(violation.site, violation.module, _written(violation))
+    lines += ["", *_why(violation), ""]
+    lines += [f"  help: {'or ' if number else ''}{line}" for number, line in enumerate(violation.help)]
+    lines += ['  to allow this write: with dispatch_guard.allow_mutation("why it is safe")']
     return "\n".join(lines)
+
+
+def headline(violation: Violation) -> str:
+    """The first line of the message, which stands alone."""
+    return f"in-place {violation.op} on the {violation.role} of {violation.conversion.call}"[:119]
+
+
+def _earlier(conversion: Conversion) -> list[Conversion]:
+    """The conversions before this one in its chain that are at other places, first to last."""
+    chain: list[Conversion] = []
+    via = conversion.via
+    while via is not None:
+        if via.site != conversion.site and all(via.site != known.site for known in chain):
+            chain.insert(0, via)
+        via = via.via
+    return chain
 
 
 def _place(site: Site | None, module: str, label: str) -> list[str]:
     if site is None:
         return [f"  {label}"]
-    where = f"  {site.filename}:{site.lineno}, in {site.function}" + (f" ({module})" if module else "")
-    text = site.line.strip()
+    lines = [f"  {site.filename}:{site.lineno}, in {site.function}" + (f" ({module})" if module else "")]
+    text, start, width = _underlined(site)
     if not text:
-        return [where, f"      {label} (source not available)"]
-    start = site.col - (len(site.line) - len(site.line.lstrip())) if site.col is not None else 0
-    one_line = site.end_lineno == site.lineno and site.end_col is not None and site.col is not None
-    width = site.end_col - site.col if one_line and site.end_col and site.col is not None else len(text) - start
-    return [where, f"      {text}", f"      {' ' * start}{'^' * max(1, width)} {label}"]
+        return [*lines, f"      {label} (the source is not available)", *_caller(site)]
+    return [*lines, f"      {text}", f"      {' ' * start}{'^' * width} {label}", *_caller(site)]
+
+
+def _underlined(site: Site) -> tuple[str, int, int]:
+    """The site's line without indentation, and where in it the underline starts and how long it is."""
+    text = site.line.strip()
+    indent = len(site.line) - len(site.line.lstrip())
+    if site.col is None or site.end_col is None:
+        start, end = 0, len(text)
+    else:
+        start = max(0, site.col - indent)
+        end = site.end_col - indent if site.end_lineno == site.lineno else len(text)
+    if len(text) > _WIDTH:  # keep what is underlined
+        skip = max(0, min(start, len(text) - _WIDTH))
+        text, start, end = text[skip : skip + _WIDTH], start - skip, end - skip
+    return text, start, max(1, min(end, len(text)) - start)
+
+
+def _caller(site: Site) -> list[str]:
+    caller = site.caller
+    return [f"      called from {caller.filename}:{caller.lineno}: {caller.line.strip()[:_WIDTH]}"] if caller else []
 
 
 def _converted(conversion: Conversion) -> str:
-    was = f"{str(conversion.source.dtype).removeprefix('torch.')} on {conversion.source.device}"
-    if not conversion.copied:
-        return f"converted here; the source was already {was}, so the result is the source itself (an alias)"
-    now = f"{str(conversion.result.dtype).removeprefix('torch.')} on {conversion.result.device}"
-    return f"converted here, from {was} to {now}, so the result is a copy"
+    source, result = _name(conversion), conversion.target or "the result"
+    was = _kind(conversion.source)
+    if conversion.copied:
+        return f"converted here; {source} was {was}, so {result} is a copy ({_kind(conversion.result)})"
+    return f"converted here; {source} was already {was}, so {result} is {source} itself (an alias)"
+
+
+def _name(conversion: Conversion) -> str:
+    """What to call the source of a conversion."""
+    return conversion.expression if 0 < len(conversion.expression) <= 30 else "the source"
+
+
+def _kind(meta: TensorMeta) -> str:
+    return f"{str(meta.dtype).removeprefix('torch.')} on {meta.device}"
 
 
 def _written(violation: Violation) -> str:
     if violation.site is None:
         return "written in place since, where no mode could see it (another thread, or modes turned off)"
+    meta, conversion = violation.written, violation.conversion
+    of = conversion.source if violation.role == "source" else conversion.result
+    if meta is not None and meta.shape != of.shape:
+        shape = ", ".join(map(str, meta.shape))
+        return f"written in place here, through a view of the {violation.role} of shape ({shape})"
     return "written in place here"
 
 
 def _why(violation: Violation) -> list[str]:
-    other = "source" if violation.role == "result" else "result"
-    if violation.conversion.copied:
+    conversion = violation.conversion
+    source, result = _name(conversion), conversion.target or "the result"
+    other = source if violation.role == "result" else result
+    if other == (conversion.target or "the result") == source:  # x = x.to(...): the name is no help
+        other = "the tensor it was converted from" if violation.role == "result" else "the converted tensor"
+    if conversion.copied:
         return [
-            f"  Here the write leaves the {other} as it is. On a device or dtype where to() has nothing to do, it",
-            "  would change it: the exported program can keep only one of the two.",
+            f"  Here the write leaves {other} as it is. On a device or dtype where to() has nothing to do, it would",
+            "  change it: the exported program can keep only one of the two.",
         ]
     return [
-        f"  Here the write also changes the {other}. On a device or dtype where to() must copy, it would not: the",
+        f"  Here the write also changes {other}. On a device or dtype where to() must copy, it would not: the",
         "  exported program can keep only one of the two.",
     ]
 
 
-def _help(violation: Violation) -> list[str]:
-    return [
-        "  help: write out of place, or take a copy of your own: to(..., copy=True)",
-        '  to allow this write: with dispatch_guard.allow_mutation("why it is safe")',
-    ]
+# ---- help
+
+
+def role_of(role: Role, conversion: Conversion, expression: str) -> Role:
+    """Which side was written, when both are the same tensor here: the one that the source names.
+
+    Example:
+        >>> from dispatch_guard.report import role_of
+        >>> import torch
+        >>> from dispatch_guard import Conversion, TensorMeta
+        >>> meta = TensorMeta(torch.float32, torch.device("cpu"), (3,))
+        >>> conversion = Conversion("Tensor.to", "'cpu'", False, meta, meta, None, "", expression="y", target="z")
+        >>> role_of("result", conversion, "y"), role_of("result", conversion, "z")
+        ('source', 'result')
+    """
+    if conversion.copied or not expression or expression == conversion.target:
+        return role
+    return "source" if expression == conversion.expression else role
+
+
+def advice(
+    op: str, argument: str, conversion: Conversion, written: Written | None, site: Site | None, inplace: str | None
+) -> tuple[str, ...]:
+    """What to do about a write, a line each; every line is proven by a test.
+
+    Args:
+        op: the operator that writes.
+        argument: its argument that is written.
+        conversion: the conversion before it.
+        written: the write in the user's source, where it can be told.
+        site: where the write is.
+        inplace: the path of a module with ``inplace=True`` that writes, if one does.
+
+    Returns:
+        The lines, the best first.
+    """
+    lines = []
+    if inplace is not None:
+        lines.append(f"set inplace=False on the module {inplace or 'that writes'}")
+    elif written is not None and written.kind == "inplace":
+        lines.append("pass inplace=False and use what is returned")
+    elif written is not None and written.kind == "item":
+        lines.append(
+            f"write to a copy of your own: {written.expression} = {written.expression}.clone() before this line"
+        )
+    elif written is not None and written.instead is not None:
+        lines.append(f"write out of place: {written.instead}")
+    elif written is not None:
+        lines.append(
+            f"write to a copy of your own: {written.expression} = {written.expression}.clone() before this line"
+        )
+    elif _is_statistic(argument):
+        lines.append(f"convert a copy of {argument}, or convert it after the module has run")
+    elif site is not None and ".step(" in site.line:
+        lines.append("convert a copy of the parameter, or convert it after the optimizer's step")
+    copy = _copying(conversion)
+    if copy is not None:
+        lines.append(f"take a copy of your own at the conversion: {copy}")
+    elif not lines:
+        lines.append("write out of place, or take a copy of your own at the conversion: to(..., copy=True)")
+    lines.append("move the write before the conversion, if it is meant to change both")
+    return tuple(lines)
+
+
+def _is_statistic(argument: str) -> bool:
+    return argument in ("running_mean", "running_var")
+
+
+def _copying(conversion: Conversion) -> str | None:
+    """The conversion as it must be written to copy always."""
+    call, source = conversion.text, conversion.expression
+    if not call or not source or len(call) > 60:
+        return None
+    name = conversion.call.split(".")[-1]
+    if conversion.call == "Tensor.to" and call.endswith(")"):
+        return f"{call[:-1]}, copy=True)" if not call.endswith("()") else None
+    if conversion.call.startswith("torch.as"):
+        return f"{call}.clone()"
+    source = receiver(source)
+    if name == "type_as":
+        arguments = call[call.rindex("(") + 1 : -1]
+        return f"{source}.to({arguments}, copy=True)"
+    if name in ("cpu", "cuda"):
+        return f'{source}.to("{name}", copy=True)'
+    return f"{source}.to({conversion.result.dtype}, copy=True)"
+
+
+# ---- reports of many
+
+FORMATS = ("text", "json", "sarif", "github")
+JSON_VERSION = 1
+
+
+def report(violations: Sequence[Violation], conversions: int, format: str = "text") -> str:
+    """All violations in one text, those with the same two places folded, in the order of their places.
+
+    Args:
+        violations: what a guard has recorded; allowed ones are left out of all but the JSON.
+        conversions: how many conversions the guard has seen.
+        format: ``"text"``, ``"json"``, ``"sarif"`` (2.1.0) or ``"github"`` (workflow commands).
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: for another format.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
+    groups = _folded(violations)
+    if format == "json":
+        return json.dumps(_json(groups, conversions), indent=2)
+    groups = [(violation, count) for violation, count in groups if violation.allowed is None]
+    if format == "sarif":
+        return json.dumps(_sarif(groups), indent=2)
+    if format == "github":
+        return "\n".join(_github(violation, count) for violation, count in groups)
+    texts = [render(violation) + (f"\n\n  ({count} times)" if count > 1 else "") for violation, count in groups]
+    return "\n\n".join([*texts, f"{conversions} conversions, {sum(count for _, count in groups)} violations"])
+
+
+def _folded(violations: Sequence[Violation]) -> list[tuple[Violation, int]]:
+    groups: dict[Any, list[Violation]] = {}
+    for violation in violations:
+        key = (violation.site, violation.conversion.site, violation.op, violation.argument, violation.allowed)
+        groups.setdefault(key, []).append(violation)
+    folded = [(group[0], len(group)) for group in groups.values()]
+    return sorted(folded, key=lambda pair: _order(pair[0].site) + _order(pair[0].conversion.site))
+
+
+def _order(site: Site | None) -> tuple[str, int, int]:
+    return (site.filename, site.lineno, site.col or 0) if site else ("", 0, 0)
+
+
+def _json(groups: list[tuple[Violation, int]], conversions: int) -> dict[str, Any]:
+    return {
+        "version": JSON_VERSION,
+        "conversions": conversions,
+        "violations": [
+            {
+                "count": count,
+                "op": violation.op,
+                "argument": violation.argument,
+                "role": violation.role,
+                "allowed": violation.allowed,
+                "module": violation.module,
+                "site": _json_site(violation.site),
+                "conversion": _json_conversion(violation.conversion),
+                "help": list(violation.help),
+                "message": render(violation),
+            }
+            for violation, count in groups
+        ],
+    }
+
+
+def _json_site(site: Site | None) -> dict[str, Any] | None:
+    if site is None:
+        return None
+    names = ("filename", "lineno", "end_lineno", "col", "end_col", "function", "line")
+    return {name: getattr(site, name) for name in names} | {"caller": _json_site(site.caller)}
+
+
+def _json_conversion(conversion: Conversion) -> dict[str, Any]:
+    return {
+        "call": conversion.call,
+        "arguments": conversion.arguments,
+        "copied": conversion.copied,
+        "source": _json_meta(conversion.source),
+        "result": _json_meta(conversion.result),
+        "module": conversion.module,
+        "site": _json_site(conversion.site),
+    }
+
+
+def _json_meta(meta: TensorMeta) -> dict[str, Any]:
+    return {"dtype": str(meta.dtype), "device": str(meta.device), "shape": list(meta.shape)}
+
+
+_RULE = "to-mutation"
+_SUMMARY = "In-place write to a tensor that has been through to()"
+
+
+def _sarif(groups: list[tuple[Violation, int]]) -> dict[str, Any]:
+    return {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {
+                    "driver": {
+                        "name": "dispatch_guard",
+                        "rules": [{"id": _RULE, "shortDescription": {"text": _SUMMARY}}],
+                    }
+                },
+                "columnKind": "unicodeCodePoints",
+                "results": [_sarif_result(violation, count) for violation, count in groups],
+            }
+        ],
+    }
+
+
+def _sarif_result(violation: Violation, count: int) -> dict[str, Any]:
+    conversion = violation.conversion
+    site = violation.site or conversion.site
+    result: dict[str, Any] = {
+        "ruleId": _RULE,
+        "level": "error",
+        "message": {"text": render(violation)},
+        "occurrenceCount": count,
+        "locations": [_sarif_location(site, "written in place here")] if site else [],
+        "relatedLocations": [_sarif_location(conversion.site, _converted(conversion), 1)] if conversion.site else [],
+    }
+    return result
+
+
+def _sarif_location(site: Site, text: str, number: int | None = None) -> dict[str, Any]:
+    region: dict[str, Any] = {"startLine": site.lineno}
+    if site.end_lineno is not None:
+        region["endLine"] = site.end_lineno
+    if site.col is not None and site.end_col is not None:
+        region |= {"startColumn": site.col + 1, "endColumn": site.end_col + 1}
+    uri = Path(site.filename).as_uri() if Path(site.filename).is_absolute() else quote(site.filename)
+    location: dict[str, Any] = {
+        "physicalLocation": {"artifactLocation": {"uri": uri}, "region": region},
+        "message": {"text": text},
+    }
+    return location if number is None else {"id": number, **location}
+
+
+def _github(violation: Violation, count: int) -> str:
+    """One workflow command; properties and data are escaped as actions/toolkit's core/src/command.ts does."""
+    site = violation.site or violation.conversion.site
+    place = [f"file={_property(site.filename)}", f"line={site.lineno}"] if site else []
+    if site is not None and site.end_lineno is not None:
+        place.append(f"endLine={site.end_lineno}")
+    title = headline(violation) + (f" ({count} times)" if count > 1 else "")
+    return f"::error {','.join([*place, f'title={_property(title)}'])}::{_data(render(violation))}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -9,7 +9,9 @@ import linecache
 import os
 import re
 import sys
+import sysconfig
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -17,10 +19,13 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
+from .source import characters, qualified_name
 from .violations import Site
 
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _OURS: Final = os.path.dirname(__file__) + os.sep
+_STANDARD: Final = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _GRAPH_CODE: Final = "<eval_with_key>"  # torch/fx/graph_module.py names generated code so (2.6 to 2.14)
 _MODULE_CALL: Final = nn.Module._call_impl.__code__
 
@@ -31,9 +36,10 @@ _internal: dict[CodeType, bool] = {}
 class Place:
     """Where something happened, remembered cheaply; :meth:`site` turns it to text."""
 
-    __slots__ = ("_code", "_lasti", "_modules", "_node_modules", "_positions", "_trace")
+    __slots__ = ("_caller", "_code", "_lasti", "_modules", "_node_modules", "_positions", "_trace")
 
     def __init__(self, modules: list[weakref.ref[nn.Module]]) -> None:
+        self._caller: Place | None = None  # the nearest place outside of installed libraries, if this is in one
         self._code: CodeType | None = None
         self._lasti = -1
         self._positions: tuple[int | None, ...] | None = None
@@ -42,9 +48,10 @@ class Place:
         self._modules = modules
 
     def site(self) -> Site | None:
-        if self._code is not None:
-            return _site_of_code(self._code, self._positions or _positions(self._code, self._lasti))
-        return site_of_trace(self._trace)
+        if self._code is None:
+            return site_of_trace(self._trace)
+        site = _site_of_code(self._code, self._positions or _positions(self._code, self._lasti))
+        return site if self._caller is None else replace(site, caller=self._caller.site())
 
     @property
     def stack_trace(self) -> str:
@@ -65,8 +72,16 @@ def here(frame: FrameType | None = None) -> Place | None:
                 modules.append(weakref.ref(module))
         elif place is None:
             place = _place_in(frame, modules)
+        elif place._caller is None and place._code is not None and _is_installed(place._code.co_filename):
+            caller = _place_in(frame, [])
+            if caller is not None and caller._code is not None and not _is_installed(caller._code.co_filename):
+                place._caller = caller
         frame = frame.f_back
     return place
+
+
+def _is_installed(filename: str) -> bool:
+    return any(part in filename for part in _INSTALLED)
 
 
 def _is_wrapper(module: nn.Module) -> bool:
@@ -135,7 +150,8 @@ def _is_internal(code: CodeType) -> bool:
     if known is None:
         name = code.co_filename
         generated = name.startswith("<") and not name.startswith((_GRAPH_CODE, "<stdin>", "<string>", "<ipython"))
-        known = _internal[code] = name.startswith((_TORCH, _OURS)) or generated
+        standard = name.startswith(_STANDARD) and not _is_installed(name)
+        known = _internal[code] = name.startswith((_TORCH, _OURS)) or generated or standard
     return known
 
 
@@ -150,21 +166,20 @@ def _site_of_code(code: CodeType, positions: tuple[int | None, ...]) -> Site:
     lineno, end_lineno, col, end_col = positions
     lineno = lineno or code.co_firstlineno
     line = linecache.getline(code.co_filename, lineno).rstrip("\n")
-    last = linecache.getline(code.co_filename, end_lineno).rstrip("\n") if end_lineno else line
     return Site(
         filename=code.co_filename,
         lineno=lineno,
         end_lineno=end_lineno,
-        col=_characters(line, col),
-        end_col=_characters(last, end_col),
-        function=getattr(code, "co_qualname", code.co_name).replace("<locals>.", ""),
+        col=None if col is None else characters(code.co_filename, lineno, col),
+        end_col=None if end_col is None else characters(code.co_filename, end_lineno or lineno, end_col),
+        function=_function_name(code, lineno),
         line=line,
     )
 
 
-def _characters(line: str, column: int | None) -> int | None:
-    """A column in characters from one in UTF-8 bytes."""
-    return None if column is None else len(line.encode()[:column].decode(errors="replace"))
+def _function_name(code: CodeType, lineno: int) -> str:
+    name: str | None = getattr(code, "co_qualname", None)  # Python 3.11
+    return qualified_name(code.co_filename, lineno, code.co_name) if name is None else name.replace("<locals>.", "")
 
 
 _TRACE_FRAME: Final = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -172,16 +187,29 @@ _TRACE_FRAME: Final = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), i
 
 def site_of_trace(trace: str) -> Site | None:
     """The innermost place in the user's code of a graph node's ``stack_trace``."""
-    frames = [match for match in _TRACE_FRAME.finditer(trace) if not match["file"].startswith((_TORCH, _OURS))]
+    frames = [match for match in _TRACE_FRAME.finditer(trace) if _is_users(match["file"])]
     if not frames:
         return None
-    innermost = frames[-1]
+    site = _site_of_frame(frames[-1], trace)
+    if not _is_installed(site.filename):
+        return site
+    callers = [frame for frame in frames if not _is_installed(frame["file"])]
+    return replace(site, caller=_site_of_frame(callers[-1], trace)) if callers else site
+
+
+def _is_users(filename: str) -> bool:
+    standard = filename.startswith(_STANDARD) and not _is_installed(filename)
+    return not standard and not filename.startswith((_TORCH, _OURS, _GRAPH_CODE))
+
+
+def _site_of_frame(innermost: re.Match[str], trace: str) -> Site:
     filename, lineno = innermost["file"], int(innermost["line"])
     line = linecache.getline(filename, lineno).rstrip("\n")
     if not line:
         following = trace[innermost.end() :].lstrip("\n").splitlines()
         line = following[0] if following and not following[0].lstrip().startswith("File ") else ""
-    return Site(filename, lineno, None, None, None, innermost["function"], line)
+    function = qualified_name(filename, lineno, innermost["function"])
+    return Site(filename, lineno, None, None, None, function, line)
 
 
 def module_path(place: Place | None) -> str:
@@ -193,6 +221,18 @@ def module_path(place: Place | None) -> str:
         return _clean(str(path))
     chain: list[nn.Module] = [module for reference in reversed(place._modules) if (module := reference()) is not None]
     return ".".join(name for parent, child in pairwise(chain) if (name := _name_in(parent, child)))
+
+
+def inplace_module(place: Place | None) -> str | None:
+    """The path of the innermost module, where it is one of torch's that has been told to work in place."""
+    if place is not None and place._node_modules:
+        kind = next(reversed(place._node_modules.values()))[1]
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        return module_path(place) if name.startswith("torch.nn.modules.activation.") else None
+    module = place._modules[0]() if place is not None and place._modules else None
+    if module is None or not getattr(module, "inplace", False) or not type(module).__module__.startswith("torch.nn"):
+        return None
+    return module_path(place)
 
 
 def _clean(path: str) -> str:

@@ -49,7 +49,9 @@ class Conversion:
     ``call`` is the spelling (``"Tensor.to"``), ``arguments`` the text of the arguments after the source, ``copied``
     what happened on this device: ``False`` when the result is the source itself (an alias).  ``module`` is the path
     of the innermost ``nn.Module`` from the root one (``""`` for the root or outside any module).  ``via`` is the
-    earlier conversion whose result (or a view of it) this one converted, if any.
+    earlier conversion whose result (or a view of it) this one converted, if any.  ``expression``, ``target`` and
+    ``text`` are what the user's source says, as in ``target = text`` with the text ``expression.to(...)``; ``""`` where
+    it does not tell.
     """
 
     call: str
@@ -60,6 +62,9 @@ class Conversion:
     site: Site | None
     module: str
     via: Conversion | None = None
+    expression: str = ""
+    target: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,9 @@ class Violation:
     ``op`` is the operator (``"aten.add_.Tensor"``), ``argument`` the written argument of its schema, ``role`` the side
     of the conversion that it shares memory with, ``version`` the tensor's version counter at the time (``None`` for
     inference tensors).  ``allowed`` is the reason given to :func:`~dispatch_guard.allow_mutation`, or ``None``.
+
+    ``expression`` is the user's text for the written tensor (``""`` where the source does not tell), ``written`` its
+    dtype, device and shape, and ``help`` what to do, a line each.
 
     A write that no mode saw but that moved a version counter has ``op="unseen write"`` and no site.
     """
@@ -81,6 +89,9 @@ class Violation:
     module: str
     conversion: Conversion
     allowed: str | None = None
+    expression: str = ""
+    written: TensorMeta | None = None
+    help: tuple[str, ...] = ()
 
 
 class ToMutationError(RuntimeError):
@@ -95,8 +106,12 @@ class ToMutationError(RuntimeError):
     def __init__(self, violation: Violation) -> None:
         from .report import render  # the text is made here, once: a log handler may print it much later
 
-        super().__init__(render(violation))
+        self._message = render(violation)
+        super().__init__(self._message)
         self.violation = violation
+
+    def __str__(self) -> str:
+        return self._message  # not args, to which torch.fx.Interpreter adds torch's own frames on the way
 
     def __reduce__(self) -> tuple[type[ToMutationError], tuple[Violation]]:
         return (ToMutationError, (self.violation,))
