@@ -195,6 +195,14 @@ def dispatch_overload(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return func.redispatch(keys - torch._C._dispatch_tls_local_exclude_set(), *args, **kwargs)
 
 
+def defining_module(func: Any) -> str:
+    """The module whose function torch.library.custom_op made the operator ``func`` of, or ``""`` (2.6, 2.13, 2.14)."""
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(func._schema.name)
+    return getattr(getattr(definition, "_init_fn", None), "__module__", "")
+
+
 def can_run_kernel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether below the mode at hand nothing but the kernel is left: no mode, no subclass, a tensor to choose it by."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

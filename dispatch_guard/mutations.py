@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+from ._compat import defining_module
+
 Call = Callable[[str], Any]  # the value of an argument of the call at hand, by name
 
 
@@ -99,16 +101,20 @@ def _collective(schema: Any) -> Untold | None:
 
 # Namespaces whose kernels are torch's own.
 _TORCH_NAMESPACES: Final = frozenset(
-    "aten prims prim _quantized quantized _c10d_functional _c10d_functional_autograd c10d inductor mkldnn mkl fsdp "
-    "symm_mem profiler debugprims rngprims sparse xnnpack prepacked onednn _dtensor dist_autograd static_runtime "
-    "internal streams aoti_torch device_mesh bundled onnx quantized_decomposed".split()
+    "_c10d_functional _c10d_functional_autograd _dtensor _native _quantized aoti_torch aten bucketing c10d "
+    "c10d_functional coor debug_mode_ops debugprims device_mesh dist_autograd export flex_lib fsdp inductor "
+    "inductor_prims mempool mkl mkldnn mkldnn_prepacked onednn onnx onnx_symbolic prepacked prim prims profiler "
+    "quantization quantized quantized_decomposed rngprims sparse static_runtime streams symm_mem torch_attn torch_nn "
+    "xnnpack".split()
 )
 
 
 @functools.cache
 def has_user_kernel(func: Any) -> bool:
     """Whether ``func`` is an operator that a user has defined, whose kernel may be Python code of theirs."""
-    return isinstance(func, OpOverload) and func.namespace not in _TORCH_NAMESPACES
+    if not isinstance(func, OpOverload) or func.namespace in _TORCH_NAMESPACES:
+        return False
+    return not defining_module(func).startswith("torch.")
 
 
 def is_composite_of_user(func: Any) -> bool:
