@@ -155,8 +155,9 @@ class Tag:
         call = CONVERSIONS[self._func]
         site = self.place.site() if self.place else None
         found = conversion_at(site, _spellings(call)) if site else None
-        if found is not None and found.name in METHODS:
-            call = f"Tensor.{found.name}"  # what the user wrote, where a graph has the operator
+        if found is not None and call.startswith("aten."):  # tell what the user wrote, where a graph has the operator
+            call = f"Tensor.{found.name}" if found.name in METHODS else call
+            call = f"torch.{found.name}" if found.name in FUNCTIONS + CASTS else call
         return Conversion(
             call=call,
             arguments=", ".join(_text(argument) for argument in self._arguments),

@@ -27,7 +27,7 @@ from .report import advice, report, role_of
 from .sites import Place, here, inplace_module, module_path
 from .source import call_at, write_at
 from .storages import keys_of, lives_of
-from .violations import Role, ToMutationError, ToMutationWarning, Violation
+from .violations import Conversion, Role, ToMutationError, ToMutationWarning, Violation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -425,7 +425,7 @@ def _violation(op: str, argument: str, tensor: torch.Tensor, found: Side, place:
     return Violation(
         op=op,
         argument=argument,
-        role=role_of(found.role, conversion, expression),
+        role=role_of(found.role, conversion, expression or _attribute(conversion, argument)),
         version=_version(tensor),
         site=where,
         module=module_path(place),
@@ -435,6 +435,11 @@ def _violation(op: str, argument: str, tensor: torch.Tensor, found: Side, place:
         written=meta_of(tensor),
         help=advice(op, argument, conversion, written, where, inplace_module(place)),
     )
+
+
+def _attribute(conversion: Conversion, argument: str) -> str:
+    """``norm.running_mean`` when that was converted and the argument ``running_mean`` is written."""
+    return conversion.expression if conversion.expression.endswith(f".{argument}") else ""
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

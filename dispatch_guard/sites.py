@@ -239,7 +239,8 @@ def _clean(path: str) -> str:
     """``L['self'].layers[0].norm`` and its like as ``layers.0.norm``."""
     path = re.sub(r"^L\['(self|mod|fn)'\]\.?|^L__self___?", "", path)
     path = re.sub(r"\._modules\['([^']+)'\]|\[['\"]?([^'\"\]]+)['\"]?\]", r".\1\2", path)
-    return path.lstrip(".")
+    path = path.lstrip(".")
+    return re.sub(r"^(_export_root|_orig_mod)(\.|$)", "", path)  # torch.export's and torch.compile's own wrappers
 
 
 def _name_in(parent: nn.Module, child: nn.Module) -> str:
