@@ -56,12 +56,13 @@ class _ProcessFlags:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._guards = 0
+        self._names = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
         self._found: dict[str, bool] = {}
 
     def enter(self) -> None:
         with self._lock:
             if self._guards == 0:
-                self._found = {k: v for k, v in vars(_python_dispatch).items() if k.startswith("_is_in_")}
+                self._found = {name: getattr(_python_dispatch, name) for name in self._names}
             self._guards += 1
 
     def leave(self) -> None:
@@ -98,16 +99,16 @@ def function_modes() -> list[TorchFunctionMode]:
     return [torch._C._get_function_stack_at(i) for i in range(function_stack_depth())]
 
 
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+_INFRA_KEYS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
 def is_tracing() -> bool:
     """Whether export, compile, make_fx or a fake-tensor mode is at work on this thread (2.6, 2.13, 2.14)."""
-    if torch.compiler.is_compiling():
-        return True
-    keys = torch._C._TorchDispatchModeKey
     return (
-        torch._C._get_dispatch_mode(keys.FAKE) is not None
-        or torch._C._get_dispatch_mode(keys.PROXY) is not None
-        or torch._C._get_dispatch_mode(keys.FUNCTIONAL) is not None
-        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+        torch.compiler.is_compiling()
+        or (dispatch_stack_depth() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _INFRA_KEYS))
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     )
 
 
@@ -153,12 +154,21 @@ def compile_again(codes: Iterable[CodeType]) -> None:
     It marks such code to be skipped for good (torch/_dynamo/types.py, ``ConvertFrameReturn``), as it does under any
     dispatch mode; what was compiled before stays.
     """
-    from torch._dynamo import types as dynamo_types
-
-    names: Any = dynamo_types
-    default = names.FrameExecStrategy(names.FrameAction.DEFAULT, names.FrameAction.DEFAULT)
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    default = eval_frame._FrameExecStrategy(eval_frame._FrameAction.DEFAULT, eval_frame._FrameAction.DEFAULT)
     for code in codes:
-        torch._C._dynamo.eval_frame.set_code_exec_strategy(code, default)
+        eval_frame.set_code_exec_strategy(code, default)
+
+
+def leave_to_python(function: Any) -> None:
+    """Keep Dynamo from compiling ``function``, and what it calls, when it meets it running (2.13, 2.14).
+
+    torch wraps every ``__torch_dispatch__`` for that (torch/utils/_python_dispatch.py, ``_should_skip_dynamo``), at a
+    cost for each operator; a mark on the code has none.
+    """
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def hop_rule(hop: Any, mode: TorchDispatchMode) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch._ops import HigherOrderOperator
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from ._compat import functionalizing, subclasses_enabled
@@ -99,9 +100,12 @@ def source_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | N
 
 
 def _asks_for_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    # In every signature of to() the only bools that can be positional are non_blocking and then copy.
-    flags = [arg for arg in args[1:] if isinstance(arg, bool)]
-    return bool(kwargs.get("copy")) or (len(flags) > 1 and flags[1])
+    if len(args) > 2:
+        # In every signature of to() the only bools that can be positional are non_blocking and then copy.
+        flags = [arg for arg in args[1:] if isinstance(arg, bool)]
+        if len(flags) > 1 and flags[1]:
+            return True
+    return bool(kwargs) and bool(kwargs.get("copy"))
 
 
 def _hands_on(frame: FrameType) -> bool:
@@ -143,9 +147,10 @@ class Tag:
         via: Tag | None,
     ) -> None:
         self._func = func
-        arguments = [*args[1:], *kwargs.items()]
+        arguments = [*args[1:], *kwargs.items()] if kwargs else args[1:]
         self._arguments = [meta_of(arg) if isinstance(arg, torch.Tensor) else arg for arg in arguments]
-        self._source, self._result = meta_of(source), meta_of(result)
+        self._source = meta_of(source)
+        self._result = self._source if result is source else meta_of(result)
         self.copied = copied
         self.place = place
         self._depth: int = 0 if via is None else via._depth + 1
@@ -179,6 +184,12 @@ def _spellings(call: str) -> frozenset[str]:
     return frozenset(names[1:2]) if names[0] != "aten" else frozenset((*names[1:], *METHODS, *FUNCTIONS, *CASTS))
 
 
+def is_again(side: Side | None, frame: FrameType) -> bool:
+    """Whether the conversion called in ``frame`` would only be remembered as it is: made at this place before."""
+    place = None if side is None else side.tag.place
+    return place is not None and place.is_at(frame)
+
+
 class Side:
     """What hangs on tagged memory: a conversion, and which side of it the memory is."""
 
@@ -190,8 +201,11 @@ class Side:
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    shape: tuple[int | str, ...]
     try:
-        shape = tuple(size if type(size) is int else str(size) for size in tensor.shape)
+        shape = tuple(tensor.shape)
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):  # sizes may be symbolic
+            shape = tuple(size if type(size) is int else str(size) for size in shape)
     except RuntimeError:  # a nested tensor of strided layout has no shape
         shape = ()
     return TensorMeta(tensor.dtype, tensor.device, shape)
@@ -223,6 +237,7 @@ _IN_PLACE_OPERATORS: Final = {
 }
 _NO_WRITES: Final = ("requires_grad_", "share_memory_", "detach_")  # neither values nor shape change
 
+_PLAIN: Final = Kind.PLAIN  # looked up for every call
 _kinds: dict[Any, Kind] = dict.fromkeys(CONVERSIONS, Kind.CONVERSION)
 _kinds.update(dict.fromkeys(RUN_USER_CODE, Kind.BODIES))
 _kinds.update(dict.fromkeys(WRITES, Kind.WRITE))
@@ -267,10 +282,10 @@ class ConversionMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Dynamo traces through this method when it meets it active; it must see nothing but the call itself.
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         kind = _kinds.get(func) or _kind_of(func)
-        if kind is not Kind.PLAIN:
+        if kind is not _PLAIN:
             if kind is Kind.CONVERSION:
                 return self.on_conversion(func, args, kwargs or {}, sys._getframe(1))
             if kind is Kind.BODIES:

@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import ParamSpec, Self
 
 from . import _compat
-from .conversions import ConversionMode, Side, Tag, is_internal_call, meta_of, source_of
+from .conversions import ConversionMode, Side, Tag, is_again, is_internal_call, meta_of, source_of
 from .ledger import Ledger, Watch
 from .mutations import has_user_kernel, is_plain, written_arguments
 from .report import advice, report, role_of
@@ -36,6 +37,7 @@ Policy = Literal["any", "observable"]
 OnViolation = Literal["raise", "warn", "record"]
 When = Literal["always", "tracing"]
 Format = Literal["text", "json", "sarif", "github"]
+_POLICIES, _ON_VIOLATION, _WHEN = map(get_args, (Policy, OnViolation, When))
 
 _log = logging.getLogger("dispatch_guard")
 
@@ -92,9 +94,9 @@ class ToMutationGuard(TorchDispatchMode):
             raise TypeError(
                 "ToMutationGuard takes no positional arguments; to decorate, write @ToMutationGuard() with parentheses"
             )
-        _check_choice("policy", policy, get_args(Policy))
-        _check_choice("on_violation", on_violation, get_args(OnViolation))
-        _check_choice("when", when, get_args(When))
+        _check_choice("policy", policy, _POLICIES)
+        _check_choice("on_violation", on_violation, _ON_VIOLATION)
+        _check_choice("when", when, _WHEN)
         if policy == "observable":
             raise NotImplementedError('policy="observable" is not there yet; use policy="any"')
         super().__init__()
@@ -230,11 +232,13 @@ class ToMutationGuard(TorchDispatchMode):
             self._inside -= 1
 
     def _on_conversion(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
-        source = source_of(args, kwargs)
-        if source is None or self._inside or is_internal_call(frame, self._deferred) or not self._is_active():
-            return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor):
+        source = source_of(args, kwargs)
+        if source is None or self._inside or not isinstance(result, torch.Tensor):
+            return result
+        if result is source and is_again(self._ledger.settled(keys_of(source)[0]), frame):
+            self.conversions += 1  # in a loop, say: the same memory, at the same place, unwritten since
+        elif not is_internal_call(frame, self._deferred) and self._is_active():
             self.conversions += 1
             with _compat.no_torch_function():
                 self._tag(func, args, kwargs, source, result, here(frame))
@@ -275,9 +279,9 @@ class ToMutationGuard(TorchDispatchMode):
 
     def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, tensor in written_arguments(func, args, kwargs):
-            self._check_write(str(func), name, tensor)
+            self._check_write(str(func), name, tensor, args)
 
-    def _check_write(self, op: str, argument: str, tensor: torch.Tensor) -> None:
+    def _check_write(self, op: str, argument: str, tensor: torch.Tensor, operands: tuple[Any, ...] = ()) -> None:
         keys = keys_of(tensor)
         found = self._ledger.find(keys)
         if self._logging:
@@ -286,12 +290,12 @@ class ToMutationGuard(TorchDispatchMode):
             return
         self._ledger.let_through(keys)
         with _compat.no_torch_function():
-            violation = _violation(op, argument, tensor, found, here())
+            violation = _violation(op, argument, tensor, found, here(), operands)
         self._report(violation)
 
     def _report_unseen(self, side: Side) -> None:
         conversion = side.tag.record()
-        help_ = advice("unseen write", "self", conversion, None, None, None)
+        help_ = advice("unseen write", "self", conversion, None, None, None, side.role)
         self._report(Violation("unseen write", "self", side.role, None, None, "", conversion, help=help_))
 
     def _report(self, violation: Violation) -> None:
@@ -369,12 +373,18 @@ class ToMutationGuard(TorchDispatchMode):
         It must compile the bodies of control-flow operators, or the exported graph would change.  Anything else runs as
         plain Python under the guard, where every write is seen.
         """
+        if not self._depth:  # torch asks as the guard is entered, too
+            return False
         if _compat.in_higher_order_compile():
             return True
         code = _compat.code_being_compiled()
         if code is not None:
             self._left_uncompiled.add(code)
         return False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see _compat.leave_to_python
 
     # ---- the decorator
 
@@ -394,6 +404,7 @@ class ToMutationGuard(TorchDispatchMode):
             return type(fn)(self(fn.__func__))
         _check_decorated(fn)
 
+        tracing_only = self.when == "tracing"
         start, stop = _dynamo_callbacks(self)  # real functions: Dynamo calls them while it traces `guarded`
 
         @functools.wraps(fn)
@@ -401,7 +412,9 @@ class ToMutationGuard(TorchDispatchMode):
             if torch.compiler.is_dynamo_compiling():
                 with _TracedByDynamo(start, stop):
                     return fn(*args, **kwargs)
-            if self.when == "tracing" and not (_compat.is_tracing() or _has_fake(args)):
+            if tracing_only and not (
+                _compat.is_tracing() or FakeTensor in map(type, args) or FakeTensor in map(type, kwargs.values())
+            ):
                 return fn(*args, **kwargs)
             guard = self._fresh()
             try:
@@ -416,16 +429,21 @@ class ToMutationGuard(TorchDispatchMode):
         return ToMutationGuard(policy=self.policy, on_violation=self.on_violation, when=self.when)
 
 
-def _violation(op: str, argument: str, tensor: torch.Tensor, found: Side, place: Place | None) -> Violation:
+def _violation(
+    op: str, argument: str, tensor: torch.Tensor, found: Side, place: Place | None, operands: tuple[Any, ...] = ()
+) -> Violation:
     conversion = found.tag.record()
     site = place.site() if place else None
     written = write_at(site, op.split(".")[1]) if site else None
+    if written and any(_promotes(tensor, operand) for operand in operands):
+        written = replace(written, instead=None)  # out of place it would have another dtype
     expression = written.expression if written else ""
+    role = role_of(found.role, conversion, written.base if written else _attribute(conversion, argument))
     where = written.site if written else call_at(site) if site else None
     return Violation(
         op=op,
         argument=argument,
-        role=role_of(found.role, conversion, expression or _attribute(conversion, argument)),
+        role=role,
         version=_version(tensor),
         site=where,
         module=module_path(place),
@@ -433,8 +451,17 @@ def _violation(op: str, argument: str, tensor: torch.Tensor, found: Side, place:
         allowed=_allowances.reason_for(place),
         expression=expression,
         written=meta_of(tensor),
-        help=advice(op, argument, conversion, written, where, inplace_module(place)),
+        help=advice(op, argument, conversion, written, where, inplace_module(place), role),
     )
+
+
+def _promotes(tensor: torch.Tensor, operand: Any) -> bool:
+    if not isinstance(operand, torch.Tensor):
+        return False
+    try:
+        return torch.result_type(tensor, operand) != tensor.dtype
+    except RuntimeError:  # quantized dtypes have no rules
+        return False
 
 
 def _attribute(conversion: Conversion, argument: str) -> str:
@@ -474,10 +501,6 @@ def _wrap_bodies(args: Any, watching: Callable[[], contextlib.AbstractContextMan
             return args(*operands, **named)
 
     return body
-
-
-def _has_fake(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(arg, FakeTensor) for arg in args)
 
 
 def _arose_from(exc: BaseException | None, error: BaseException) -> bool:
@@ -668,5 +691,7 @@ def _stop_allowing(context: Any) -> None:
     for node in list(_compat.dynamo_output(context).graph.nodes)[start:]:
         _allowances.traces[node.meta.get("stack_trace", "")] = reason
 
+
+_compat.leave_to_python(ToMutationGuard.__torch_dispatch__)
 
 ToMutationGuard.__module__ = allow_mutation.__module__ = "dispatch_guard"

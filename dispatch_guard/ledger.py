@@ -71,6 +71,13 @@ class Ledger(Generic[Tag]):
                 return entry.tag
         return None
 
+    def settled(self, key: Hashable) -> Tag | None:
+        """The tag of ``key``, if nothing has happened to it since it was hung there."""
+        entry = self._live(key)
+        if entry is None or entry.stale or any(watch.counter() != watch.version for watch in entry.watches):
+            return None
+        return entry.tag
+
     def let_through(self, keys: Iterable[Hashable]) -> None:
         """A write to ``keys`` has been reported already: their counters are about to move, rightly."""
         for key in keys:

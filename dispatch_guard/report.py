@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import textwrap
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from .source import Written, receiver
+from .source import Written, copying
 from .violations import Conversion, Role, Site, TensorMeta, Violation
 
-_WIDTH = 100  # source lines and labels are clipped or wrapped to about this
+_WIDTH = 100  # source lines and sentences are clipped or wrapped to this
+_NAME = 40  # a longer expression is no name to use in a sentence
 
 
 def render(violation: Violation) -> str:
@@ -48,25 +52,57 @@ def _place(site: Site | None, module: str, label: str) -> list[str]:
     if site is None:
         return [f"  {label}"]
     lines = [f"  {site.filename}:{site.lineno}, in {site.function}" + (f" ({module})" if module else "")]
-    text, start, width = _underlined(site)
-    if not text:
+    if not site.line.strip():
         return [*lines, f"      {label} (the source is not available)", *_caller(site)]
-    return [*lines, f"      {text}", f"      {' ' * start}{'^' * width} {label}", *_caller(site)]
+    code, underline = _underlined(site)
+    lines += [f"      {line}" for line in code]
+    if len(underline) + len(label) < _WIDTH + 14:
+        return [*lines, f"      {underline} {label}", *_caller(site)]
+    return [*lines, f"      {underline}", *_wrapped(label, 6), *_caller(site)]
 
 
-def _underlined(site: Site) -> tuple[str, int, int]:
-    """The site's line without indentation, and where in it the underline starts and how long it is."""
-    text = site.line.strip()
-    indent = len(site.line) - len(site.line.lstrip())
-    if site.col is None or site.end_col is None:
-        start, end = 0, len(text)
-    else:
-        start = max(0, site.col - indent)
-        end = site.end_col - indent if site.end_lineno == site.lineno else len(text)
+def _wrapped(text: str, indent: int) -> list[str]:
+    margin = " " * indent
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=margin, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _underlined(site: Site) -> tuple[list[str], str]:
+    """The lines of code to show, and what to put under the last one of them.
+
+    An expression over several lines is underlined on its first and its last one.
+    """
+    lines = site.lines or (site.line,)
+    indent = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
+    dedented = [line[indent:].rstrip() for line in lines]
+    start = None if site.col is None else max(0, site.col - indent)
+    end = None if site.end_col is None or site.end_lineno is None else max(0, site.end_col - indent)
+    if len(dedented) == 1:
+        text, underline = _marked(dedented[0], start, end if site.end_lineno == site.lineno else None)
+        return [text], underline
+    first, first_underline = _marked(dedented[0], start, None)
+    last, underline = _marked(dedented[-1], None, end)
+    between = [line[:_WIDTH] for line in dedented[1:-1]]
+    return [first, first_underline, *(between if len(between) < 3 else [between[0], "..."]), last], underline
+
+
+def _marked(text: str, start: int | None, end: int | None) -> tuple[str, str]:
+    """``text``, clipped, and what underlines it from ``start`` to ``end``; ``None`` is as far as it goes."""
+    start = len(text) - len(text.lstrip()) if start is None else start
+    end = len(text) if end is None else end
     if len(text) > _WIDTH:  # keep what is underlined
         skip = max(0, min(start, len(text) - _WIDTH))
         text, start, end = text[skip : skip + _WIDTH], start - skip, end - skip
-    return text, start, max(1, min(end, len(text)) - start)
+    blank = "".join("\t" if char == "\t" else " " * _columns(char) for char in text[:start])
+    return text, blank + "^" * max(1, sum(_columns(char) for char in text[start:end]))
+
+
+def _columns(char: str) -> int:
+    """How many columns of a terminal a character takes."""
+    if unicodedata.combining(char):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
 def _caller(site: Site) -> list[str]:
@@ -75,7 +111,7 @@ def _caller(site: Site) -> list[str]:
 
 
 def _converted(conversion: Conversion) -> str:
-    source, result = _name(conversion), conversion.target or "the result"
+    source, result = _name(conversion), _result_name(conversion)
     was = _kind(conversion.source)
     if conversion.copied:
         return f"converted here; {source} was {was}, so {result} is a copy ({_kind(conversion.result)})"
@@ -84,7 +120,21 @@ def _converted(conversion: Conversion) -> str:
 
 def _name(conversion: Conversion) -> str:
     """What to call the source of a conversion."""
-    return conversion.expression if 0 < len(conversion.expression) <= 30 else "the source"
+    return conversion.expression if 0 < len(conversion.expression) <= _NAME else "the source"
+
+
+def _result_name(conversion: Conversion) -> str:
+    """What to call the result: not the name that it takes over from the source."""
+    taken_over = conversion.target == conversion.expression
+    return conversion.target if 0 < len(conversion.target) <= _NAME and not taken_over else "the result"
+
+
+def _other_name(role: Role, conversion: Conversion) -> str:
+    """What to call the side that is not written."""
+    if role == "source":
+        return _result_name(conversion)
+    name = _name(conversion)
+    return f"the earlier {name}" if conversion.target == conversion.expression == name else name
 
 
 def _kind(meta: TensorMeta) -> str:
@@ -95,6 +145,9 @@ def _written(violation: Violation) -> str:
     if violation.site is None:
         return "written in place since, where no mode could see it (another thread, or modes turned off)"
     meta, conversion = violation.written, violation.conversion
+    if violation.expression.isidentifier() and violation.expression not in (conversion.expression, conversion.target):
+        side = _name(conversion) if violation.role == "source" else _result_name(conversion)
+        return f"written in place here; {violation.expression} shares memory with {side}"
     of = conversion.source if violation.role == "source" else conversion.result
     if meta is not None and meta.shape != of.shape:
         shape = ", ".join(map(str, meta.shape))
@@ -104,19 +157,18 @@ def _written(violation: Violation) -> str:
 
 def _why(violation: Violation) -> list[str]:
     conversion = violation.conversion
-    source, result = _name(conversion), conversion.target or "the result"
-    other = source if violation.role == "result" else result
-    if other == (conversion.target or "the result") == source:  # x = x.to(...): the name is no help
-        other = "the tensor it was converted from" if violation.role == "result" else "the converted tensor"
+    other, call = _other_name(violation.role, conversion), f"{conversion.call.split('.')[1]}()"
     if conversion.copied:
-        return [
-            f"  Here the write leaves {other} as it is. On a device or dtype where to() has nothing to do, it would",
-            "  change it: the exported program can keep only one of the two.",
-        ]
-    return [
-        f"  Here the write also changes {other}. On a device or dtype where to() must copy, it would not: the",
-        "  exported program can keep only one of the two.",
-    ]
+        text = (
+            f"Here the write leaves {other} as it is. On a device or dtype where {call} has nothing to do, it would "
+            "change it: the exported program can keep only one of the two."
+        )
+    else:
+        text = (
+            f"Here the write also changes {other}. On a device or dtype where {call} must copy, it would not: the "
+            "exported program can keep only one of the two."
+        )
+    return _wrapped(text, 2)
 
 
 # ---- help
@@ -140,7 +192,13 @@ def role_of(role: Role, conversion: Conversion, expression: str) -> Role:
 
 
 def advice(
-    op: str, argument: str, conversion: Conversion, written: Written | None, site: Site | None, inplace: str | None
+    op: str,
+    argument: str,
+    conversion: Conversion,
+    written: Written | None,
+    site: Site | None,
+    inplace: str | None,
+    role: Role = "result",
 ) -> tuple[str, ...]:
     """What to do about a write, a line each; every line is proven by a test.
 
@@ -151,59 +209,56 @@ def advice(
         written: the write in the user's source, where it can be told.
         site: where the write is.
         inplace: the path of a module with ``inplace=True`` that writes, if one does.
+        role: the side of the conversion that is written.
 
     Returns:
         The lines, the best first.
     """
     lines = []
-    if inplace is not None:
-        lines.append(f"set inplace=False on the module {inplace or 'that writes'}")
-    elif written is not None and written.kind == "inplace":
-        lines.append("pass inplace=False and use what is returned")
-    elif written is not None and written.kind == "item":
-        lines.append(
-            f"write to a copy of your own: {written.expression} = {written.expression}.clone() before this line"
-        )
-    elif written is not None and written.instead is not None:
-        lines.append(f"write out of place: {written.instead}")
-    elif written is not None:
-        lines.append(
-            f"write to a copy of your own: {written.expression} = {written.expression}.clone() before this line"
-        )
-    elif _is_statistic(argument):
-        lines.append(f"convert a copy of {argument}, or convert it after the module has run")
-    elif site is not None and ".step(" in site.line:
-        lines.append("convert a copy of the parameter, or convert it after the optimizer's step")
-    copy = _copying(conversion)
-    if copy is not None:
-        lines.append(f"take a copy of your own at the conversion: {copy}")
-    elif not lines:
-        lines.append("write out of place, or take a copy of your own at the conversion: to(..., copy=True)")
+    own = _own_way(argument, conversion, written, site, inplace)
+    if own is not None:
+        lines.append(own)
+    lines.append(_copy_way(conversion, written, role))
     lines.append("move the write before the conversion, if it is meant to change both")
     return tuple(lines)
+
+
+def _own_way(
+    argument: str, conversion: Conversion, written: Written | None, site: Site | None, inplace: str | None
+) -> str | None:
+    """What fits how the write is written."""
+    if inplace is not None:
+        return f"set inplace=False on the module {inplace or 'that writes'}"
+    if written is not None and written.kind == "inplace":
+        return "pass inplace=False and use what is returned"
+    if written is not None:
+        # Under another name it is a view, or what others are to see changed: to give that name a new tensor won't do.
+        named = written.base in (conversion.expression, conversion.target)
+        chained = "(" in written.base  # x.float().add_(1)
+        if written.instead is not None and written.base == written.expression and (named or chained):
+            return f"write out of place: {written.instead}"
+        cloned = f"write to a copy of your own: {written.base} = {written.base}.clone() before this line"
+        return cloned if named else None
+    if _is_statistic(argument):
+        return f"convert a copy of {argument}, or convert it after the module has run"
+    if site is not None and ".step(" in site.line:
+        return "convert a copy of the parameter, or convert it after the optimizer's step"
+    return None
 
 
 def _is_statistic(argument: str) -> bool:
     return argument in ("running_mean", "running_var")
 
 
-def _copying(conversion: Conversion) -> str | None:
-    """The conversion as it must be written to copy always."""
-    call, source = conversion.text, conversion.expression
-    if not call or not source or len(call) > 60:
-        return None
-    name = conversion.call.split(".")[-1]
-    if conversion.call == "Tensor.to" and call.endswith(")"):
-        return f"{call[:-1]}, copy=True)" if not call.endswith("()") else None
-    if conversion.call.startswith("torch.as"):
-        return f"{call}.clone()"
-    source = receiver(source)
-    if name == "type_as":
-        arguments = call[call.rindex("(") + 1 : -1]
-        return f"{source}.to({arguments}, copy=True)"
-    if name in ("cpu", "cuda"):
-        return f'{source}.to("{name}", copy=True)'
-    return f"{source}.to({conversion.result.dtype}, copy=True)"
+def _copy_way(conversion: Conversion, written: Written | None, role: Role) -> str:
+    copy = copying(conversion.text, str(conversion.result.dtype)) if len(conversion.text) <= 80 else None
+    if copy is not None:
+        return f"take a copy of your own at the conversion: {copy}"
+    if role == "source":
+        return f"convert a copy of {_name(conversion)}, made by clone()"
+    if conversion.target and written is not None and written.base == conversion.target:
+        return f"take a copy of your own: {conversion.target} = {conversion.target}.clone() after the conversion"
+    return "write out of place, or take a copy of your own at the conversion: to(..., copy=True)"
 
 
 # ---- reports of many
@@ -243,7 +298,7 @@ def report(violations: Sequence[Violation], conversions: int, format: str = "tex
 def _folded(violations: Sequence[Violation]) -> list[tuple[Violation, int]]:
     groups: dict[Any, list[Violation]] = {}
     for violation in violations:
-        key = (violation.site, violation.conversion.site, violation.op, violation.argument, violation.allowed)
+        key = (violation.site, violation.conversion.site, violation.role, violation.allowed)
         groups.setdefault(key, []).append(violation)
     folded = [(group[0], len(group)) for group in groups.values()]
     return sorted(folded, key=lambda pair: _order(pair[0].site) + _order(pair[0].conversion.site))
@@ -352,11 +407,16 @@ def _sarif_location(site: Site, text: str, number: int | None = None) -> dict[st
 def _github(violation: Violation, count: int) -> str:
     """One workflow command; properties and data are escaped as actions/toolkit's core/src/command.ts does."""
     site = violation.site or violation.conversion.site
-    place = [f"file={_property(site.filename)}", f"line={site.lineno}"] if site else []
+    place = [f"file={_property(_relative(site.filename))}", f"line={site.lineno}"] if site else []
     if site is not None and site.end_lineno is not None:
         place.append(f"endLine={site.end_lineno}")
     title = headline(violation) + (f" ({count} times)" if count > 1 else "")
     return f"::error {','.join([*place, f'title={_property(title)}'])}::{_data(render(violation))}"
+
+
+def _relative(filename: str) -> str:
+    """``filename`` from the working directory, where it is in there: GitHub looks for it in the repository."""
+    return filename.removeprefix(os.getcwd() + os.sep)
 
 
 def _data(text: str) -> str:

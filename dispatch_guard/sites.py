@@ -27,6 +27,8 @@ _OURS: Final = os.path.dirname(__file__) + os.sep
 _STANDARD: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _GRAPH_CODE: Final = "<eval_with_key>"  # torch/fx/graph_module.py names generated code so (2.6 to 2.14)
+# Code that no user wrote or typed in: of the import system, attrs and sympy.
+_GENERATED: Final = ("<frozen ", "<attrs generated", "<lambdifygenerated", "<__array_function__")
 _MODULE_CALL: Final = nn.Module._call_impl.__code__
 
 # Code objects live as long as their modules, so this stays as small as the program.
@@ -52,6 +54,9 @@ class Place:
             return site_of_trace(self._trace)
         site = _site_of_code(self._code, self._positions or _positions(self._code, self._lasti))
         return site if self._caller is None else replace(site, caller=self._caller.site())
+
+    def is_at(self, frame: FrameType) -> bool:
+        return self._code is frame.f_code and self._lasti == frame.f_lasti
 
     @property
     def stack_trace(self) -> str:
@@ -95,20 +100,21 @@ def _place_in(frame: FrameType, modules: list[weakref.ref[nn.Module]]) -> Place 
     code = frame.f_code
     if not _is_internal(code):
         if code.co_filename.startswith(_GRAPH_CODE):
-            return _place_of_node(_node_of_graph_frame(frame), modules)
+            return _place_of_node(_node_of_graph_frame(frame), modules, frame)
         place = Place(modules)
         place._code, place._lasti = code, frame.f_lasti
         if sys.version_info < (3, 11):
             place._positions = (frame.f_lineno, None, None, None)
         return place
     if code.co_name == "run_node" and code.co_filename.endswith("interpreter.py"):
-        return _place_of_node(frame.f_locals.get("n"), modules)
+        return _place_of_node(frame.f_locals.get("n"), modules, frame)
     if code.co_filename.endswith("symbolic_convert.py"):
         return _place_of_dynamo(frame, modules)
     return None
 
 
-def _place_of_node(node: Any, modules: list[weakref.ref[nn.Module]]) -> Place | None:
+def _place_of_node(node: Any, modules: list[weakref.ref[nn.Module]], frame: FrameType | None = None) -> Place | None:
+    node = _original(node, frame)
     trace = node.meta.get("stack_trace") if isinstance(node, fx.Node) else None
     if not trace:
         return None
@@ -119,13 +125,33 @@ def _place_of_node(node: Any, modules: list[weakref.ref[nn.Module]]) -> Place | 
 
 
 def _node_of_graph_frame(frame: FrameType) -> fx.Node | None:
-    """The node whose generated line ``frame`` is at: ``to = l_x_.to('cpu');  l_x_ = None`` is node ``to``."""
     owner = frame.f_locals.get("self")
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    match = re.match(r"\s*(\w+)\b.*=", line)
-    if not isinstance(owner, fx.GraphModule) or match is None:
-        return None
-    return next((node for node in owner.graph.nodes if node.name == match[1]), None)
+    return _node_of_line(owner, frame.f_code.co_filename, frame.f_lineno) if isinstance(owner, fx.GraphModule) else None
+
+
+def _node_of_line(owner: fx.GraphModule, filename: str, lineno: int) -> fx.Node | None:
+    """The node of a line of generated code: ``to = l_x_.to('cpu');  l_x_ = None`` is node ``to``."""
+    match = re.match(r"\s*(\w+)\b.*=", linecache.getline(filename, lineno))
+    return None if match is None else next((node for node in owner.graph.nodes if node.name == match[1]), None)
+
+
+def _original(node: Any, frame: FrameType | None) -> Any:
+    """The node that ``node`` was traced from, when strict export traced the code of another graph."""
+    trace = node.meta.get("stack_trace") if isinstance(node, fx.Node) else None
+    innermost = _TRACE_FRAME.findall(trace or "")[-1:]
+    if not innermost or not innermost[0][0].startswith(_GRAPH_CODE):
+        return node
+    return _node_being_traced(innermost[0][0], int(innermost[0][1]), frame) or node
+
+
+def _node_being_traced(filename: str, lineno: int, frame: FrameType | None) -> fx.Node | None:
+    """The node of a line of generated code that is being exported: its module is in a variable of export's frames."""
+    while frame is not None:
+        for owner in list(frame.f_locals.values()):
+            if isinstance(owner, fx.GraphModule) and type(owner).forward.__code__.co_filename == filename:
+                return _node_of_line(owner, filename, lineno)
+        frame = frame.f_back
+    return None
 
 
 def _place_of_dynamo(frame: FrameType, modules: list[weakref.ref[nn.Module]]) -> Place | None:
@@ -135,6 +161,8 @@ def _place_of_dynamo(frame: FrameType, modules: list[weakref.ref[nn.Module]]) ->
     if frame.f_code.co_name != "step" or not isinstance(code, CodeType) or _is_internal(code):
         return None
     positions = getattr(getattr(translator, "current_instruction", None), "positions", None)
+    if positions is not None and code.co_filename.startswith(_GRAPH_CODE):  # strict export of an exported program
+        return _place_of_node(_node_being_traced(code.co_filename, positions.lineno, frame), modules)
     place = Place(modules)
     place._code = code
     place._node_modules = getattr(translator, "nn_module_stack", None)
@@ -149,9 +177,8 @@ def _is_internal(code: CodeType) -> bool:
     known = _internal.get(code)
     if known is None:
         name = code.co_filename
-        generated = name.startswith("<") and not name.startswith((_GRAPH_CODE, "<stdin>", "<string>", "<ipython"))
         standard = name.startswith(_STANDARD) and not _is_installed(name)
-        known = _internal[code] = name.startswith((_TORCH, _OURS)) or generated or standard
+        known = _internal[code] = name.startswith((_TORCH, _OURS, *_GENERATED)) or standard
     return known
 
 

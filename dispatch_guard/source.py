@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -30,9 +31,13 @@ class Converted:
 
 @dataclass(frozen=True)
 class Written:
-    """A write in the source, and the text of what it writes; ``instead`` is the same out of place, if that exists."""
+    """A write in the source, and the text of what it writes; ``instead`` is the same out of place, if that exists.
+
+    ``base`` is what ``expression`` is a view of as far as its text tells: ``y`` for ``y[0].view(-1)``.
+    """
 
     expression: str
+    base: str
     kind: WriteKind
     instead: str | None
     site: Site
@@ -51,11 +56,21 @@ _AUGMENTED: Final[dict[type[ast.operator], str]] = {
     ast.BitOr: "|",
     ast.BitXor: "^",
 }
-# Operators whose twin without the underscore does not do the same, or is no method.
+# Operators whose twin without the underscore does not do the same (it may have another dtype), or is no method.
 _NO_TWIN: Final = frozenset(
-    "set_ resize_ resize_as_ uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ bernoulli_ "
-    "as_strided_ index_copy_ apply_ map_ detach_ requires_grad_".split()
+    "set_ resize_ resize_as_ as_strided_ apply_ map_ map2_ detach_ requires_grad_ fill_ fill_diagonal_ share_memory_ "
+    "resize_as_sparse_ sparse_resize_ sparse_resize_and_clear_ eq_ ne_ lt_ le_ gt_ ge_ equal_ not_equal_ less_ "
+    "less_equal_ greater_ greater_equal_ logical_and_ logical_or_ logical_xor_ logical_not_".split()
 )
+# Operators whose result does not depend on what was there: they may as well write new memory.
+_OVERWRITES: Final = frozenset(
+    "copy_ uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ bernoulli_".split()
+)
+_VIEW_METHODS: Final = frozenset(
+    "view view_as reshape flatten unflatten squeeze unsqueeze transpose permute t narrow select chunk split unbind "
+    "diagonal expand expand_as as_strided detach movedim swapaxes unfold".split()
+)
+_VIEW_ATTRIBUTES: Final = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
 def conversion_at(site: Site, names: frozenset[str]) -> Converted | None:
@@ -78,14 +93,16 @@ def conversion_at(site: Site, names: frozenset[str]) -> Converted | None:
 
 def write_at(site: Site, operator: str) -> Written | None:
     """The write by ``operator`` (``add_``, ``index_put_``) at ``site``."""
-    found: list[Written] = []
-    for node, _ in _nodes_at(site):
-        if site.col is not None and not _is_at(node, site) and not _covers_exactly_one_line(node, site):
-            continue
-        written = _as_write(node, operator, site)
-        if written is not None:
-            found.append(written)
-    return found[0] if len(found) == 1 else _most_exact(found, site)
+    nodes = [
+        node
+        for node, _ in _nodes_at(site)
+        if site.col is None or _is_at(node, site) or _covers_exactly_one_line(node, site)
+    ]
+    for any_name in (False, True):  # y.absolute_() runs abs_, nn.init.zeros_(y) runs zero_
+        found = [written for node in nodes if (written := _as_write(node, operator, site, any_name)) is not None]
+        if found:
+            return found[0] if len(found) == 1 else _most_exact(found, site)
+    return None
 
 
 def call_at(site: Site) -> Site:
@@ -98,13 +115,54 @@ def call_at(site: Site) -> Site:
     return _at(site, outermost[0]) if len(outermost) == 1 else site
 
 
+def copying(text: str, dtype: str) -> str | None:
+    """The conversion ``text`` written so that it always copies, ``dtype`` being what it converts to.
+
+    Example:
+        >>> copying('x.to("cpu")', "torch.float32"), copying("x.float()", "torch.float32")
+        ('x.to("cpu", copy=True)', 'x.to(torch.float32, copy=True)')
+    """
+    try:
+        call = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return None
+    name, names = call.func.attr, {keyword.arg for keyword in call.keywords}
+    flags = [arg for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, bool)]
+    if names & {"copy", None} or len(flags) > 1 or any(isinstance(arg, ast.Starred) for arg in call.args):
+        return None
+    called = _text(call.func)
+    if name == "to" or ".aten.to" in called:
+        return _with_copy(call)
+    if name in ("as_tensor", "asarray"):
+        call.func.attr = "asarray"  # as_tensor has no copy=
+        return _with_copy(call) if len(call.args) == 1 else None
+    if names or _is_module(call.func.value):
+        return None
+    arguments = [_text(arg) for arg in call.args]
+    if name == "type_as" or (name == "type" and len(arguments) == 1 and arguments[0].startswith("torch.")):
+        to = arguments[0]
+    elif not arguments and name in ("cpu", "cuda", "xpu", "hpu", "mtia"):
+        to = f'"{name}"'
+    elif not arguments and name not in ("type", "to_dense"):
+        to = dtype
+    else:
+        return None
+    return f"{receiver(_text(call.func.value))}.to({to}, copy=True)"
+
+
+def _with_copy(call: ast.Call) -> str:
+    return _text(ast.Call(call.func, call.args, [*call.keywords, ast.keyword("copy", ast.Constant(True))]))
+
+
 def receiver(expression: str) -> str:
-    """``expression`` as it can stand before a dot."""
+    """``expression`` as it can stand before a dot or beside an operator."""
     try:
         body = ast.parse(expression, mode="eval").body
     except SyntaxError:
         return expression
-    simple = isinstance(body, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
+    simple = isinstance(body, (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant))
     return expression if simple else f"({expression})"
 
 
@@ -117,18 +175,18 @@ def _most_exact(found: list[Written], site: Site) -> Written | None:
     return exact[0] if site.col is not None and len(exact) == 1 else None
 
 
-def _as_write(node: ast.AST, operator: str, site: Site) -> Written | None:
+def _as_write(node: ast.AST, operator: str, site: Site, any_name: bool) -> Written | None:
     if isinstance(node, ast.AugAssign) and not isinstance(node.target, ast.Subscript):
         target, symbol = _text(node.target), _AUGMENTED.get(type(node.op))
-        instead = f"{target} = {target} {symbol} {_text(node.value)}" if symbol else None
-        return Written(target, "augmented", instead, _at(site, node))
+        instead = f"{target} = {target} {symbol} {receiver(_text(node.value))}" if symbol else None
+        return _written(node.target, "augmented", instead, _at(site, node))
     if isinstance(node, (ast.Assign, ast.AugAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for place in targets:
             if isinstance(place, ast.Subscript):
-                return Written(_text(place.value), "item", None, _at(site, node))
+                return _written(place.value, "item", None, _at(site, node))
             if isinstance(place, ast.Attribute) and place.attr == "data" and operator == "data":
-                return Written(_text(place.value), "call", None, _at(site, node))
+                return _written(place.value, "call", None, _at(site, node))
         return None
     if not isinstance(node, ast.Call):
         return None
@@ -137,37 +195,63 @@ def _as_write(node: ast.AST, operator: str, site: Site) -> Written | None:
         rest = ", ".join(
             [*map(_text, node.args), *(f"{k}={_text(v)}" for k, v in keywords.items() if k != "out" and k)]
         )
-        target = _text(keywords["out"])
-        return Written(target, "out", f"{target} = {_text(node.func)}({rest})", _at(site, node))
+        out = keywords["out"]
+        instead = f"{_text(out)} = {_text(node.func)}({rest})" if isinstance(out, (ast.Name, ast.Attribute)) else None
+        return _written(out, "out", instead, _at(site, node))
     name = _called(node)
-    if name == operator and isinstance(node.func, ast.Attribute) and not _is_module(node.func.value):
-        return Written(_text(node.func.value), "method", _twin(node), _at(site, node))
+    writes = name == operator or (any_name and name is not None and re.fullmatch(r".*[^_]_", name) is not None)
+    if writes and isinstance(node.func, ast.Attribute) and not _is_module(node.func.value):
+        return _written(node.func.value, "method", _twin(node), _at(site, node))
     inplace = keywords.get("inplace")
     if isinstance(inplace, ast.Constant) and inplace.value is True and node.args:
-        return Written(_text(node.args[0]), "inplace", None, _at(site, node))
-    if name == operator and node.args:  # torch.relu_(y), nn.init.zeros_(y)
-        return Written(_text(node.args[0]), "call", None, _at(site, node))
+        return _written(node.args[0], "inplace", None, _at(site, node))
+    if writes and node.args:  # torch.relu_(y), nn.init.zeros_(y)
+        return _written(node.args[0], "call", None, _at(site, node))
     return None
 
 
+def _written(expression: ast.expr, kind: WriteKind, instead: str | None, site: Site) -> Written:
+    base = expression
+    while True:
+        if isinstance(base, ast.Subscript) or (isinstance(base, ast.Attribute) and base.attr in _VIEW_ATTRIBUTES):
+            base = base.value
+        elif isinstance(base, ast.Call) and isinstance(base.func, ast.Attribute) and base.func.attr in _VIEW_METHODS:
+            base = base.func.value
+        else:
+            return Written(_text(expression), _text(base), kind, instead, site)
+
+
 def _twin(call: ast.Call) -> str | None:
-    """``y = y + 5`` for ``y.add_(5)``."""
+    """``y = y + 5`` for ``y.add_(5)``; ``x.float() + 5`` for ``x.float().add_(5)``, which has no name."""
     assert isinstance(call.func, ast.Attribute)
-    target, name = _text(call.func.value), call.func.attr
-    target_is_name = isinstance(call.func.value, (ast.Name, ast.Attribute))
-    if name in _NO_TWIN or not name.endswith("_") or not target_is_name:
-        return None
+    value = _twin_value(call, call.func.value, call.func.attr)
+    if value is None or isinstance(call.func.value, ast.Call):
+        return value
+    named = isinstance(call.func.value, (ast.Name, ast.Attribute))
+    return f"{_text(call.func.value)} = {value}" if named else None
+
+
+def _twin_value(call: ast.Call, written: ast.expr, name: str) -> str | None:
+    target = _text(written)
     arguments = [*map(_text, call.args), *(f"{k.arg}={_text(k.value)}" for k in call.keywords if k.arg)]
     if name in _SYMBOLS and len(arguments) == 1 and not call.keywords:
-        operand = arguments[0] if isinstance(call.args[0], (ast.Name, ast.Constant, ast.Attribute, ast.Call)) else None
-        return f"{target} = {target} {_SYMBOLS[name]} {operand or f'({arguments[0]})'}"
+        return f"{target} {_SYMBOLS[name]} {receiver(arguments[0])}"
     if name == "zero_":
-        return f"{target} = torch.zeros_like({target})"
-    if name == "fill_" and len(arguments) == 1:
-        return f"{target} = torch.full_like({target}, {arguments[0]})"
-    if name == "copy_" and len(arguments) == 1:
-        return f"{target} = {arguments[0]}.expand_as({target}).to({target}, copy=True)"
-    return f"{target} = {target}.{name[:-1]}({', '.join(arguments)})"
+        return f"torch.zeros_like({target})"
+    if name == "fill_" and len(arguments) == 1 and _is_number(call.args[0]):
+        return f"torch.full_like({target}, {arguments[0]})"
+    if name in _OVERWRITES:
+        return f"torch.empty_like({target}).{name}({', '.join(arguments)})"
+    if name in _NO_TWIN or not name.endswith("_"):
+        return None
+    return f"{target}.{name[:-1]}({', '.join(arguments)})"
+
+
+def _is_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return _is_number(node.operand)
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("float", "int")
+    return called or (isinstance(node, ast.Constant) and isinstance(node.value, (int, float)))
 
 
 def qualified_name(filename: str, lineno: int, function: str) -> str:
@@ -266,11 +350,18 @@ def _first_line(node: ast.AST) -> int:
     return min(lines)
 
 
-def _columns(node: ast.AST, filename: str) -> tuple[int, int, int, int]:
-    """First and last line of ``node``, and its columns in characters."""
-    lineno, end_lineno = node.lineno, node.end_lineno  # type: ignore[attr-defined]
-    col, end_col = node.col_offset, node.end_col_offset  # type: ignore[attr-defined]
-    return lineno, end_lineno, characters(filename, lineno, col), characters(filename, end_lineno, end_col)
+def _columns(node: ast.AST, filename: str) -> list[tuple[int, int, int, int]]:
+    """First and last line of ``node``, and its columns in characters, as an instruction may tell them.
+
+    A method on a line of its own starts at its name (Python/compile.c, update_start_location_to_match_attr).
+    """
+    end_lineno, end_col = node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
+    starts = [(node.lineno, node.col_offset)]  # type: ignore[attr-defined]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.end_lineno != node.lineno:
+        assert node.func.end_lineno is not None and node.func.end_col_offset is not None
+        starts.insert(0, (node.func.end_lineno, node.func.end_col_offset - len(node.func.attr.encode())))
+    end = characters(filename, end_lineno, end_col)
+    return [(lineno, end_lineno, characters(filename, lineno, col), end) for lineno, col in starts]
 
 
 def characters(filename: str, lineno: int, column: int) -> int:
@@ -281,7 +372,7 @@ def characters(filename: str, lineno: int, column: int) -> int:
 def _is_at(node: ast.AST, site: Site) -> bool:
     if not hasattr(node, "lineno"):
         return False
-    return _columns(node, site.filename) == (site.lineno, site.end_lineno, site.col, site.end_col)
+    return (site.lineno, site.end_lineno, site.col, site.end_col) in _columns(node, site.filename)
 
 
 def _covers_exactly_one_line(node: ast.AST, site: Site) -> bool:
@@ -293,6 +384,9 @@ def _covers_exactly_one_line(node: ast.AST, site: Site) -> bool:
 
 
 def _at(site: Site, node: ast.AST) -> Site:
-    lineno, end_lineno, col, end_col = _columns(node, site.filename)
-    line = linecache.getline(site.filename, lineno).rstrip("\n")
-    return replace(site, lineno=lineno, end_lineno=end_lineno, col=col, end_col=end_col, line=line)
+    spans = _columns(node, site.filename)
+    exact = (site.lineno, site.end_lineno, site.col, site.end_col)
+    lineno, end_lineno, col, end_col = next((span for span in spans if span == exact), spans[0])
+    lines = tuple(linecache.getlines(site.filename)[lineno - 1 : end_lineno])
+    lines = tuple(line.rstrip("\n") for line in lines)
+    return replace(site, lineno=lineno, end_lineno=end_lineno, col=col, end_col=end_col, line=lines[0], lines=lines)

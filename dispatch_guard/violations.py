@@ -20,7 +20,8 @@ class Site:
     ``col`` and ``end_col`` are 0-based character offsets; they and ``end_lineno`` are ``None`` where the tracer or
     the Python version (before 3.11) does not tell.  ``line`` is the source text of ``lineno`` as it was when the site
     was resolved, ``""`` when the source is gone.  ``caller`` is the nearest place in the user's own code when the site
-    itself is inside an installed library.
+    itself is inside an installed library.  ``lines`` is the source text from ``lineno`` to ``end_lineno`` where that
+    is known.
     """
 
     filename: str
@@ -31,6 +32,7 @@ class Site:
     function: str
     line: str
     caller: Site | None = None
+    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ in-place aten.mul_.Tensor on the result of Tensor.double
       wide.mul_(x.sum())
       ^^^^^^^^^^^^^^^^^^ written in place here
 
-  Here the write leaves x as it is. On a device or dtype where to() has nothing to do, it would
+  Here the write leaves x as it is. On a device or dtype where double() has nothing to do, it would
   change it: the exported program can keep only one of the two.
 
   help: write out of place: wide = wide * x.sum()
@@ -357,7 +357,7 @@ class FunctionalFixed(nn.Module):
 
 class FunctionalCopied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        z = torch.as_tensor(x.clone()).clone()
+        z = torch.asarray(x.clone(), copy=True)
         return F.relu(z, inplace=True)
 
 
@@ -395,7 +395,7 @@ class StatisticFixed(Statistic):
         (Activation, "set inplace=False on the module act", ActivationFixed, lambda x: (x + 1).relu()),
         (Activation, "(x + 1).to(torch.float32, copy=True)", ActivationFixed, lambda x: (x + 1).relu()),
         (Functional, "pass inplace=False and use what is returned", FunctionalFixed, lambda x: x.relu()),
-        (Functional, "torch.as_tensor(x.clone()).clone()", FunctionalCopied, lambda x: x.relu()),
+        (Functional, "torch.asarray(x.clone(), copy=True)", FunctionalCopied, lambda x: x.relu()),
         (Out, "write out of place: same = torch.add(x, 1)", OutFixed, lambda x: x + 1),
         (Out, 'total.to("cpu", copy=True)', OutCopied, lambda x: x + 1),
         (Statistic, 'self.norm.running_mean.to("cpu", copy=True)', StatisticFixed, None),
