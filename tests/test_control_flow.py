@@ -111,6 +111,21 @@ def test_a_clean_body_exports_to_the_same_graph_and_computes_the_same(kind: str,
         torch.testing.assert_close(plain, guarded, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("way", ["make_fx_real", "make_fx_fake", "make_fx_symbolic", "make_fx_symbolic_pre_dispatch"])
+@pytest.mark.parametrize("kind", ["cond", "while_loop"])
+def test_bodies_under_make_fx(kind: str, way: str) -> None:
+    x = torch.rand(3)
+    torch._dynamo.reset()
+    plain = ALL[way](make(kind, good), (x,))
+    torch._dynamo.reset()
+    with ToMutationGuard() as guard:
+        guarded = ALL[way](make(kind, good), (x,))
+    assert guard.conversions > 0
+    assert plain.print_readable(False) == guarded.print_readable(False)
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        ALL[way](make(kind, bad_local), (x,))
+
+
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_violation_beside_an_operator_raises(way: str, where: str) -> None:

@@ -106,6 +106,15 @@ def test_a_tensor_of_its_own_may_be_written(kind: str) -> None:
         assert guard.violations == []
 
 
+def test_tensors_of_one_raggedness_are_strangers() -> None:
+    with ToMutationGuard() as guard:
+        x = jagged()
+        y = x.to(torch.float64)
+        (x * 2).mul_(2)  # shares its offsets with x and y, and nothing else
+        (y + 1).add_(1)
+    assert guard.conversions == 1
+
+
 # What each does to a float32 tensor of 3 by 3.
 WRITES: dict[str, Write] = {
     "add_": lambda t: t.add_(1),
