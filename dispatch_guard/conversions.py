@@ -109,7 +109,9 @@ def _asks_for_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _hands_on(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__package__") == __package__
+    if frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__package__") == __package__:
+        return True
+    return frame.f_globals.get("__name__") == "torch._ops"  # OpOverload.__call__ (2.6 to 2.14)
 
 
 def is_internal_call(frame: FrameType | None, in_dynamo: bool) -> bool:
@@ -181,7 +183,9 @@ class Tag:
 def _spellings(call: str) -> frozenset[str]:
     """What the call may be named in the user's source: an operator of a graph can come from any."""
     names = call.split(".")
-    return frozenset(names[1:2]) if names[0] != "aten" else frozenset((*names[1:], *METHODS, *FUNCTIONS, *CASTS))
+    if names[0] != "aten" or names[1] == "type_as":
+        return frozenset(names[1:2])
+    return frozenset((*names[1:], *METHODS, *FUNCTIONS, *CASTS)) - {"type_as"}
 
 
 def is_again(side: Side | None, frame: FrameType) -> bool:

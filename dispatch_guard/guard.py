@@ -270,7 +270,8 @@ class ToMutationGuard(TorchDispatchMode):
         tag = Tag(func, args, kwargs, source, result, copied, place, earlier.tag if earlier else None)
         if self._logging:
             conversion = tag.record()
-            _log.debug("%s tagged: %s", conversion.call, conversion.site)
+            where = f"{conversion.site.filename}:{conversion.site.lineno}" if conversion.site else "an unknown place"
+            _log.debug("%s tagged: %s, %s", conversion.call, where, "a copy" if copied else "an alias")
         sides: list[tuple[Role, torch.Tensor]] = [("source", source), ("result", result)]
         for role, tensor in sides if copied else sides[1:]:
             watches = _watches((tensor,) if copied or result is source else (source, result))

@@ -258,7 +258,7 @@ def _copy_way(conversion: Conversion, written: Written | None, role: Role) -> st
         return f"convert a copy of {_name(conversion)}, made by clone()"
     if conversion.target and written is not None and written.base == conversion.target:
         return f"take a copy of your own: {conversion.target} = {conversion.target}.clone() after the conversion"
-    return "write out of place, or take a copy of your own at the conversion: to(..., copy=True)"
+    return "take a copy of your own at the conversion: to(..., copy=True)"
 
 
 # ---- reports of many

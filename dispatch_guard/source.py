@@ -6,6 +6,7 @@ Pure text: nothing here runs or knows torch.  Where the source is gone or the li
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import linecache
 import re
@@ -78,7 +79,10 @@ def conversion_at(site: Site, names: frozenset[str]) -> Converted | None:
     found = [
         (node, parent)
         for node, parent in _nodes_at(site)
-        if isinstance(node, ast.Call) and _called(node) in names and (site.col is None or _is_at(node, site))
+        if isinstance(node, ast.Call)
+        and _called(node) in names
+        and not (isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id))  # float("-inf")
+        and (site.col is None or _is_at(node, site))
     ]
     if len(found) != 1:
         return None
