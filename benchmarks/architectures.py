@@ -538,13 +538,16 @@ def summary(records: list[Record]) -> str:
     same = [r for r in done if r["guarded"] == "ok" and r["same"] and r["same_metadata"]]
     unsteady = [r for r in done if r not in same and not differs(r)]
     changed = [r for r in done if differs(r)]
+    unexported = [r for r in built if r not in done]
     violates = [r for r in records if r.get("violations") or r.get("eager_violations")]
     eager_changed = [r for r in built if r.get("eager") != "ok"]
     conversions = sum(r.get("conversions", 0) for r in done)
     return (
-        f"{len(records)} architectures tried, {len(built)} built and ran. {len(done)} of them export without the "
-        f"guard: {len(same)} to the same program under it ({conversions} conversions), {len(unsteady)} to another "
-        f"one at each export with or without it, {len(changed)} fail or change only under it. "
+        f"{len(records)} of {len(names())} architectures tried, {len(built)} built and ran. "
+        f"{len(done)} of them export without the guard: "
+        f"{len(same)} to the same program under it ({conversions} conversions), {len(unsteady)} to another "
+        f"one at each export with or without it, {len(changed)} fail or change only under it; "
+        f"{len(unexported)} do not export without it either, so were only run. "
         f"{len(eager_changed)} of the runs under the guard fail or give another result. "
         f"{len(violates)} architectures write after a conversion."
     )
