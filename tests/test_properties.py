@@ -138,7 +138,13 @@ def verdict(call: Any) -> bool:
     return False
 
 
-relaxed = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+# The same programs every time, unless more are asked for.
+relaxed = settings(
+    max_examples=EXAMPLES,
+    derandomize="DISPATCH_GUARD_EXAMPLES" not in os.environ,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @relaxed
