@@ -431,3 +431,44 @@ def test_reported_programs_get_a_way_out(case: Any) -> None:
     violation = caught(lambda: case[2]()(*case[3]()))
     assert len(violation.help) >= 2
     assert violation.expression
+
+
+class Body(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        def body(t: Tensor) -> Tensor:
+            z = t.clone()
+            y = z.to("cpu")
+            y.add_(5)
+            return z.sin()
+
+        return torch.cond(x.sum() > 0, body, torch.cos, (x,))
+
+
+class Hook(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        def hook(g: Tensor) -> Tensor:
+            y = g.cos().to("cpu")
+            return y.add_(5)
+
+        out = x.clone().requires_grad_() * 2
+        out.register_hook(hook)
+        out.sum().backward()
+        return out
+
+
+@columns
+def test_the_message_is_the_same_in_the_bodies_of_control_flow() -> None:
+    texts: dict[str, list[str]] = {}
+    for way in ("eager", "no_grad", "export", "export_strict", "make_fx_symbolic"):
+        torch._dynamo.reset()
+        texts.setdefault(message(lambda way=way: ALL[way](Inside(Body()), (torch.ones(3),))), []).append(way)  # type: ignore[misc]
+    assert len(texts) == 1, texts
+    (text,) = texts
+    assert "z was already float32 on cpu, so y is z itself" in text and "help: write out of place: y = y + 5" in text
+
+
+@columns
+def test_the_message_from_a_backward_hook() -> None:
+    text = message(lambda: Inside(Hook())(torch.ones(3)))
+    assert 'y = g.cos().to("cpu")' in text and "return y.add_(5)" in text
+    assert f"model.py:{line_of(Hook, 'y.add_(5)')}, in Hook.forward.hook" in text
