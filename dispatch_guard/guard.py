@@ -178,7 +178,7 @@ class ToMutationGuard(TorchDispatchMode):
         for tensor, frame in _compat.refused_swap(exc):
             side = self._ledger.find(keys_of(tensor))
             if side is not None:
-                return ToMutationError(_violation("utils.swap_tensors", "t1", tensor, side, here(frame)))
+                return ToMutationError(violation_of("utils.swap_tensors", "t1", tensor, side, here(frame)))
         return None
 
     def _check_thread(self, what: str) -> None:
@@ -291,7 +291,7 @@ class ToMutationGuard(TorchDispatchMode):
             return
         self._ledger.let_through(keys)
         with _compat.no_torch_function():
-            violation = _violation(op, argument, tensor, found, here(), operands)
+            violation = violation_of(op, argument, tensor, found, here(), operands)
         self._report(violation)
 
     def _report_unseen(self, side: Side) -> None:
@@ -430,7 +430,7 @@ class ToMutationGuard(TorchDispatchMode):
         return ToMutationGuard(policy=self.policy, on_violation=self.on_violation, when=self.when)
 
 
-def _violation(
+def violation_of(
     op: str, argument: str, tensor: torch.Tensor, found: Side, place: Place | None, operands: tuple[Any, ...] = ()
 ) -> Violation:
     conversion = found.tag.record()

@@ -100,20 +100,20 @@ def _place_in(frame: FrameType, modules: list[weakref.ref[nn.Module]]) -> Place 
     code = frame.f_code
     if not _is_internal(code):
         if code.co_filename.startswith(_GRAPH_CODE):
-            return _place_of_node(_node_of_graph_frame(frame), modules, frame)
+            return place_of_node(_node_of_graph_frame(frame), modules, frame)
         place = Place(modules)
         place._code, place._lasti = code, frame.f_lasti
         if sys.version_info < (3, 11):
             place._positions = (frame.f_lineno, None, None, None)
         return place
     if code.co_name == "run_node" and code.co_filename.endswith("interpreter.py"):
-        return _place_of_node(frame.f_locals.get("n"), modules, frame)
+        return place_of_node(frame.f_locals.get("n"), modules, frame)
     if code.co_filename.endswith("symbolic_convert.py"):
         return _place_of_dynamo(frame, modules)
     return None
 
 
-def _place_of_node(node: Any, modules: list[weakref.ref[nn.Module]], frame: FrameType | None = None) -> Place | None:
+def place_of_node(node: Any, modules: list[weakref.ref[nn.Module]], frame: FrameType | None = None) -> Place | None:
     node = _original(node, frame)
     trace = node.meta.get("stack_trace") if isinstance(node, fx.Node) else None
     if not trace:
@@ -162,7 +162,7 @@ def _place_of_dynamo(frame: FrameType, modules: list[weakref.ref[nn.Module]]) ->
         return None
     positions = getattr(getattr(translator, "current_instruction", None), "positions", None)
     if positions is not None and code.co_filename.startswith(_GRAPH_CODE):  # strict export of an exported program
-        return _place_of_node(_node_being_traced(code.co_filename, positions.lineno, frame), modules)
+        return place_of_node(_node_being_traced(code.co_filename, positions.lineno, frame), modules)
     place = Place(modules)
     place._code = code
     place._node_modules = getattr(translator, "nn_module_stack", None)
