@@ -176,6 +176,11 @@ def check_program(ep: ExportedProgram) -> list[Violation]:
     return _read(ep).violations
 
 
+def count_conversions(ep: ExportedProgram) -> int:
+    """How many conversions the graph of ``ep`` holds."""
+    return len(_read(ep).conversions)
+
+
 def export(
     mod: torch.nn.Module,
     args: tuple[Any, ...],

@@ -4,36 +4,58 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
-import importlib.util
-import io
-import logging
+import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from .guard import ToMutationGuard
-from .report import render
+from . import baseline
+from .report import FORMATS, render, report
+from .targets import CannotCheck, check, one_line, tensor_of
 from .violations import Violation
 
-_EPILOG = """\
-A factory takes no arguments and returns (module, args) or (module, args, kwargs).
+CLEAN, VIOLATIONS, FAILED, INTERRUPTED = 0, 1, 2, 130
+
+_FAIL_ON = ("any", "never")  # which violations make the exit status 1: see _counts
+
+_EXIT = "exit status: 0 when nothing was found, 1 for violations, 2 when a target could not be checked."
+
+_CHECK_HELP = f"""\
+a target is one of
+  file.py:factory            a function without arguments that returns (module, args) or (module, args, kwargs)
+  package.module:factory     the same in a module that can be imported from here
+  file.py:Class              an nn.Module class that builds without arguments, with --input for each of its inputs
+  file.pt2                   a program that torch.export.save wrote; its graph is read, nothing of it is run
+The code of the first three is run. A .pt2 file is given to torch.export.load and to nothing else; but that may unpickle
+what is in the file and load compiled code from it, so check only files that you trust.
 
 examples:
-  python -m dispatch_guard check my_models.py:small
-  python -m dispatch_guard check my_package.models:small --strict
+  dispatch-guard check my_models.py:small
+  dispatch-guard check my_models.py:small my_package.models:large --strict
+  dispatch-guard check my_models.py:Net --input 1x3x224x224 --input i64:1x16
+  dispatch-guard check exported.pt2
+  dispatch-guard check my_models.py:small --format sarif --output dispatch-guard.sarif
+  dispatch-guard check my_models.py:small --format github          # in a GitHub workflow
+  dispatch-guard check my_models.py:small --write-baseline known.json
+  dispatch-guard check my_models.py:small --allow known.json       # fails for what is new only
 
-exit status: 0 when nothing was found, 1 for violations, 2 when a target could not be checked.
+{_EXIT}
 """
 
 
-class CannotCheck(Exception):
-    """Why a target cannot be checked, in one line."""
+class Checked(NamedTuple):
+    """A target, and what came out; ``problem`` is why it could not be checked."""
+
+    target: str
+    violations: list[Violation]
+    conversions: int
+    problem: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,27 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; those of the process when left out.
 
     Returns:
-        The exit status: 0, 1 for violations, 2 when a target could not be checked.
+        The exit status: 0, 1 for violations, 2 when a target could not be checked, 130 after Ctrl-C.
 
     Raises:
         SystemExit: for a bad command line (2) and for ``--help`` (0).
     """
     options = _parser().parse_args(argv)
-    status = 0
-    for target in options.targets:
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the results; the user's code may print
-                guard = _run(target, options)
-        except CannotCheck as problem:
-            status = 2
-            print(f"dispatch_guard: {target}: {problem}", file=sys.stderr)
-            if options.traceback and problem.__cause__ is not None:
-                traceback.print_exception(problem.__cause__, file=sys.stderr)
-            continue
-        if len(options.targets) > 1:
-            print(f"{target}:")
-        found = _print_findings(guard)
-        status = max(status, 1 if found else 0)
+    try:
+        status: int = options.command(options)
+    except KeyboardInterrupt:
+        _tell("interrupted")
+        return INTERRUPTED
     return status
 
 
@@ -71,74 +83,192 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dispatch-guard",
         description="Find in-place writes to tensors that have been through to().",
+        epilog="dispatch-guard COMMAND --help tells more, with examples.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    check = commands.add_parser(
-        "check",
-        help="export models under a recording guard and report the violations",
-        description="Export each model under a recording guard and report every write after a conversion.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    check.add_argument("targets", nargs="+", metavar="TARGET", help="file.py:factory or package.module:factory")
-    how = check.add_mutually_exclusive_group()
-    how.add_argument("--strict", action="store_true", help="export with strict=True")
-    how.add_argument("--eager", action="store_true", help="run the module once instead of exporting it")
-    check.add_argument("--traceback", action="store_true", help="print the traceback, and torch's logs, of what failed")
+    _add_check(commands)
     return parser
 
 
-@contextlib.contextmanager
-def _reporting(what: str) -> Iterator[None]:
-    """Whatever the user's code raises, ``sys.exit()`` included, is why the target cannot be checked."""
+def _add_check(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="export models under a recording guard and report the violations",
+        description="Export each model under a recording guard and report every write after a conversion.",
+        epilog=_CHECK_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=_check)
+    parser.add_argument("targets", nargs="+", metavar="TARGET", help="file.py:name, package.module:name or file.pt2")
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        type=_input,
+        dest="inputs",
+        metavar="[DTYPE:]SIZES",
+        help="an input of a module that comes without, once for each: 1x3x224x224 (float32), i64:1x16; dtypes are f16, "
+        "bf16, f32, f64, i32, i64, bool and torch's own names; floating-point inputs are random, others zeros",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--strict", action="store_true", help="export with strict=True")
+    how.add_argument("--eager", action="store_true", help="run the module once instead of exporting it")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="of the results (default: text)")
+    parser.add_argument("--output", metavar="FILE", help="write the results there instead of to stdout")
+    parser.add_argument(
+        "--fail-on", choices=_FAIL_ON, default="any", help="which violations make the exit status 1 (default: any)"
+    )
+    parser.add_argument("--allow", metavar="FILE", help="a baseline: the violations in it are known, and let through")
+    parser.add_argument("--write-baseline", metavar="FILE", help="write all violations there as known, and exit with 0")
+    parser.add_argument(
+        "--traceback", action="store_true", help="print the traceback, and torch's logs, of what failed"
+    )
+
+
+def _input(text: str) -> torch.Tensor:
     try:
-        yield
-    except CannotCheck:
-        raise
-    except (Exception, SystemExit) as error:
-        raise CannotCheck(f"{what} failed: {_one_line(error)}") from error
+        return tensor_of(text)
+    except (ValueError, RuntimeError) as error:  # RuntimeError: more memory than there is
+        raise argparse.ArgumentTypeError(one_line(error).partition(": ")[2]) from None
 
 
-def _run(target: str, options: argparse.Namespace) -> ToMutationGuard:
-    factory = _find_factory(target)
-    with _reporting("the factory"):
-        made = factory()
-    module, args, kwargs = _made_by(made)
-    guard = ToMutationGuard(on_violation="record")
-    if options.eager:
-        with _reporting("running it"), guard:
-            module(*args, **kwargs)
-    else:
-        quiet = contextlib.nullcontext() if options.traceback else _no_dump_on_failure()
-        with _reporting("exporting it"), quiet, guard:
-            torch.export.export(module, args, kwargs, strict=options.strict)
-    return guard
+# ---- dispatch-guard check
 
 
-@contextlib.contextmanager
-def _no_dump_on_failure() -> Iterator[None]:
-    """Torch logs, and writes to stderr, whole graphs when an export fails; leave the reason alone on its line."""
-    held = io.StringIO()
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+def _check(options: argparse.Namespace) -> int:
     try:
-        with contextlib.redirect_stderr(held):
-            yield
-    finally:
-        logging.disable(before)
-    sys.stderr.write(held.getvalue())  # warnings, say
+        known = _read_baseline(options.allow)
+        results = _Results(options.output)
+    except CannotCheck as problem:
+        _tell(str(problem))
+        return FAILED
+    many = len(options.targets) > 1
+    everything: list[Checked] = []
+    found: list[Violation] = []  # those that the baseline knows are in it once more when it is written anew
+    with results:
+        for number, target in enumerate(options.targets, 1):
+            if many and sys.stderr.isatty():
+                print(f"[{number}/{len(options.targets)}] {target}", file=sys.stderr)
+            checked = _check_one(target, options)
+            found += checked.violations
+            checked = checked._replace(violations=baseline.allow(checked.violations, known, f"in {options.allow}"))
+            everything.append(checked)
+            if options.format == "text" and not checked.problem:
+                results.write(f"{target}:\n" if many else "")
+                results.write(_coloured(_findings(checked), results.colour) + "\n" + ("\n" if many else ""))
+        if options.format != "text":
+            results.write(_OF_ALL[options.format](everything))
+        elif many:
+            results.write(_table(everything) + "\n")
+    if options.allow:
+        _tell_stale(options.allow, known, everything)
+    if options.write_baseline:
+        return _write_baseline(options.write_baseline, found, any(checked.problem for checked in everything))
+    return max(_status(checked, options.fail_on) for checked in everything)
 
 
-def _print_findings(guard: ToMutationGuard) -> int:
-    """Print the violations, those of the same two places and operator once, and the counts; return how many."""
-    violations = [violation for violation in guard.violations if violation.allowed is None]
+def _check_one(target: str, options: argparse.Namespace) -> Checked:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the results; the user's code may print
+            violations, conversions = check(
+                target, options.inputs, strict=options.strict, eager=options.eager, verbose=options.traceback
+            )
+    except CannotCheck as problem:
+        _tell(f"{target}: {problem}")
+        if options.traceback and problem.__cause__ is not None:
+            traceback.print_exception(problem.__cause__, file=sys.stderr)
+        return Checked(target, [], 0, str(problem))
+    return Checked(target, violations, conversions)
+
+
+def _tell(text: str) -> None:
+    print(f"dispatch_guard: {text}", file=sys.stderr)
+
+
+def _status(checked: Checked, fail_on: str) -> int:
+    if checked.problem:
+        return FAILED
+    return VIOLATIONS if any(_counts(violation, fail_on) for violation in checked.violations) else CLEAN
+
+
+def _counts(violation: Violation, fail_on: str) -> bool:
+    """Whether a violation makes the exit status 1."""
+    return fail_on == "any" and violation.allowed is None
+
+
+class _Results:
+    """Where the results go: stdout, or a file.
+
+    A reader that goes away (``| head``) changes nothing about the verdict: the rest is checked, and not written.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        try:
+            self._file: TextIO = open(path, "w", encoding="utf-8") if path else sys.stdout  # noqa: SIM115
+        except OSError as error:
+            raise CannotCheck(f"cannot write {path}: {error.strerror}") from error
+        self._gone = False
+        self.colour = _is_colourful(self._file)
+
+    def __enter__(self) -> _Results:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._file is not sys.stdout:
+            self._file.close()
+
+    def write(self, text: str) -> None:
+        if self._gone:
+            return
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except BrokenPipeError:
+            self._gone = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())  # Python flushes it once more at exit
+        except UnicodeEncodeError:  # a terminal in the C locale, and a source line that it cannot show
+            self._file.write(text.encode("ascii", "backslashreplace").decode())
+
+
+def _is_colourful(file: TextIO) -> bool:
+    return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+_COLOURS = [
+    (re.compile(r"^(dispatch_guard\.\w+: )?in-place .*|^unseen write .*"), "\x1b[1;31m"),  # bold red
+    (re.compile(r"^ +\^+"), "\x1b[31m"),  # red
+    (re.compile(r"^  (help|to allow this write): "), "\x1b[36m"),  # cyan
+]
+
+
+def _coloured(text: str, colour: bool) -> str:
+    if not colour:
+        return text
+    lines = text.splitlines()
+    for pattern, code in _COLOURS:
+        lines = [pattern.sub(lambda found, code=code: f"{code}{found[0]}\x1b[0m", line) for line in lines]  # type: ignore[misc]
+    return "\n".join(lines)
+
+
+# ---- results as text
+
+
+def _unallowed(checked: Checked) -> list[Violation]:
+    return [violation for violation in checked.violations if violation.allowed is None]
+
+
+def _findings(checked: Checked) -> str:
+    """The violations, those of the same two places and operator once, and the counts."""
+    violations = _unallowed(checked)
     places: dict[tuple[object, ...], list[Violation]] = {}
     for violation in violations:
         places.setdefault((violation.site, violation.conversion.site, violation.op), []).append(violation)
-    for same in places.values():
-        print(render(same[0]) + _times(same) + "\n")
-    print(f"{guard.conversions} conversions, {len(violations)} violations")
-    return len(violations)
+    texts = [render(same[0]) + _times(same) + "\n" for same in places.values()]
+    allowed = len(checked.violations) - len(violations)
+    counts = f"{checked.conversions} conversions, {len(violations)} violations" + (
+        f" ({allowed} allowed)" if allowed else ""
+    )
+    return "\n".join([*texts, counts])
 
 
 def _times(same: list[Violation]) -> str:
@@ -151,95 +281,89 @@ def _times(same: list[Violation]) -> str:
     return f"\n\n  ({len(same)} times, in {len(modules)} modules: {shown})"
 
 
-def _find_factory(target: str) -> Callable[[], Any]:
-    place, colon, name = target.rpartition(":")
-    if not colon or not place or not name:
-        raise CannotCheck("not a target: write file.py:factory or package.module:factory")
-    with _reporting("importing it"):
-        module = _load_file(place) if place.endswith(".py") or os.sep in place else _load_module(place)
+def _table(everything: list[Checked]) -> str:
+    width = max(len("target"), *(len(checked.target) for checked in everything))
+    lines = [f"{'target':{width}}  conversions  violations"]
+    for checked in everything:
+        counts = f"{checked.conversions:11}  {len(_unallowed(checked)):10}"
+        lines.append(f"{checked.target:{width}}  " + ("could not be checked" if checked.problem else counts))
+    return "\n".join(lines)
+
+
+# ---- results in the formats for programs: one text for all targets
+
+
+def _json(everything: list[Checked]) -> str:
+    targets = []
+    for checked in everything:
+        found = json.loads(report(checked.violations, checked.conversions, "json"))
+        del found["version"]
+        targets.append({"target": checked.target, "problem": checked.problem or None, **found})
+    return json.dumps({"version": 1, "targets": targets}, indent=2) + "\n"
+
+
+def _together(everything: list[Checked], format: str) -> str:
+    violations = [violation for checked in everything for violation in checked.violations]
+    return report(violations, sum(checked.conversions for checked in everything), format)
+
+
+def _sarif(everything: list[Checked]) -> str:
+    found = json.loads(_together(everything, "sarif"))
+    notes = [
+        {"level": "error", "message": {"text": f"{checked.target}: {checked.problem}"}}
+        for checked in everything
+        if checked.problem
+    ]
+    invocation = {"executionSuccessful": not notes, "toolExecutionNotifications": notes}
+    found["runs"][0]["invocations"] = [invocation]
+    return json.dumps(found, indent=2) + "\n"
+
+
+def _github(everything: list[Checked]) -> str:
+    failed = [
+        f"::error title=dispatch_guard::{c.target}: {c.problem}".replace("%", "%25") for c in everything if c.problem
+    ]
+    return "".join(line + "\n" for line in [_together(everything, "github"), *failed] if line)
+
+
+_OF_ALL = {"json": _json, "sarif": _sarif, "github": _github}
+
+
+# ---- baselines
+
+
+def _read_baseline(path: str | None) -> Counter[baseline.Known]:
+    if path is None:
+        return Counter()
     try:
-        factory: Any = module
-        for part in name.split("."):
-            factory = getattr(factory, part)
-    except AttributeError:
-        raise CannotCheck(f"there is no {name!r} in {place}") from None
-    if not callable(factory):
-        raise CannotCheck(f"{name!r} in {place} is not a function but {type(factory).__name__}")
-    return factory  # type: ignore[no-any-return]
+        with open(path, encoding="utf-8") as file:
+            return baseline.loads(file.read())
+    except OSError as error:
+        raise CannotCheck(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CannotCheck(f"cannot read {path}: {error}") from error
 
 
-def _load_file(path: str) -> ModuleType:
-    if not os.path.isfile(path):
-        raise CannotCheck(f"no such file: {path}")
-    path = os.path.abspath(path)
-    directory, file = os.path.split(path)
-    name, extension = os.path.splitext(file)
-    if extension != ".py":
-        raise CannotCheck("not a Python file")
-    root = directory
-    while os.path.isfile(os.path.join(root, "__init__.py")):
-        root, package = os.path.split(root)
-        name = f"{package}.{name}"
-    _put_on_path(root)  # as `python file.py` does
-    if root == directory:
-        return _load_script(name, path)
-    module = importlib.import_module(name)  # relative imports work only in a module that knows its package
-    if module.__file__ is None or not os.path.samefile(module.__file__, path):
-        raise CannotCheck(f"it is {name} by its place, but {name} is {module.__file__} here")
-    return module
+def _tell_stale(path: str, known: Counter[baseline.Known], everything: list[Checked]) -> None:
+    """Say what the baseline lists without need; only when all was checked can that be known."""
+    if any(checked.problem for checked in everything):
+        return
+    found = {baseline.known(violation) for checked in everything for violation in checked.violations}
+    stale = len(set(known) - found)
+    if stale:
+        _tell(f"{stale} of the violations in {path} were not found; write it anew with --write-baseline {path}")
 
 
-def _load_script(name: str, path: str) -> ModuleType:
-    """The file as a module that pickle and inspect find by its name; loaded once however many targets it has."""
-    while name in sys.modules:
-        if getattr(sys.modules[name], "__file__", None) == path:
-            return sys.modules[name]
-        name += "_"  # the user's random.py must not take the place of Python's
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # there is always a loader for .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+def _write_baseline(path: str, found: list[Violation], failed: bool) -> int:
+    if failed:
+        _tell(f"{path} is not written, as not all targets could be checked")
+        return FAILED
+    text = baseline.dumps(found)
     try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _load_module(name: str) -> ModuleType:
-    _put_on_path(os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise CannotCheck(f"no module named {name!r}") from None
-        raise
-
-
-def _put_on_path(directory: str) -> None:
-    if directory not in sys.path:
-        sys.path.insert(0, directory)
-
-
-def _made_by(made: Any) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise CannotCheck(f"the factory must return (module, args) or (module, args, kwargs), not {_shape(made)}")
-    module, args, *rest = made
-    kwargs = rest[0] if rest else {}
-    if not isinstance(module, torch.nn.Module):
-        raise CannotCheck(f"the first thing that the factory returns must be an nn.Module, not {type(module).__name__}")
-    if not isinstance(args, (tuple, list)):
-        raise CannotCheck(f"the second thing that the factory returns must be a tuple, not {type(args).__name__}")
-    if not isinstance(kwargs, dict):
-        raise CannotCheck(f"the third thing that the factory returns must be a dict, not {type(kwargs).__name__}")
-    return module, tuple(args), kwargs
-
-
-def _shape(made: Any) -> str:
-    return f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        _tell(f"cannot write {path}: {error.strerror}")
+        return FAILED
+    _tell(f"wrote {len(baseline.loads(text))} known violations to {path}")
+    return CLEAN

@@ -1,15 +1,22 @@
-"""``python -m dispatch_guard check``: verdicts, exit codes, streams."""
+"""``python -m dispatch_guard check``: targets, verdicts, formats, baselines, exit codes, streams."""
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
+import pty
 import random
+import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from dispatch_guard.cli import main
 
@@ -57,6 +64,27 @@ class Stack(nn.Module):
         return x
 
 
+class Embeds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+
+    def forward(self, tokens, scale):
+        return self.embedding(tokens) * scale.to(torch.bfloat16)
+
+
+class NeedsArguments(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+
+
+class NoModule:
+    pass
+
+
+built = Bad()
+
+
 class Makes:
     @staticmethod
     def bad():
@@ -90,6 +118,18 @@ def branches():
 
 def exits():
     return Exits(), (torch.zeros(3),)
+
+
+def interrupts():
+    raise KeyboardInterrupt
+
+
+def memory_runs_out():
+    raise MemoryError
+
+
+def device_memory_runs_out():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\\nMore about it.")
 
 
 def factory_exits():
@@ -234,7 +274,7 @@ def test_what_the_factory_prints_is_not_among_the_results(programs: str, capsys:
 @pytest.mark.parametrize(
     "target, words",
     [
-        ("programs_to_check.py", "not a target: write file.py:factory or package.module:factory"),
+        ("programs_to_check.py", "not a target: write file.py:factory, package.module:factory or file.pt2"),
         (":bad", "not a target"),
         ("programs_to_check.py:", "not a target"),
         ("no_such_file.py:bad", "no such file: no_such_file.py"),
@@ -251,6 +291,13 @@ def test_what_the_factory_prints_is_not_among_the_results(programs: str, capsys:
         ("programs_to_check.py:branches", "exporting it failed: "),
         ("programs_to_check.py:fails", "exporting it failed: ValueError: no such luck"),
         ("programs_to_check.py:factory_fails", "the factory failed: KeyError: 'nothing here'"),
+        ("programs_to_check.py:memory_runs_out", "the factory failed: MemoryError"),
+        ("programs_to_check.py:device_memory_runs_out", "failed: OutOfMemoryError: CUDA out of memory. Tried to "),
+        ("programs_to_check.py:Bad", "is an nn.Module without inputs: give them, as --input 1x3x224x224"),
+        ("programs_to_check.py:built", "is an nn.Module without inputs"),
+        ("programs_to_check.py:NoModule", "'NoModule' in programs_to_check.py is a class, but no nn.Module"),
+        ("programs_to_check.py:NeedsArguments", "building it failed: TypeError: "),
+        ("no_such_program.pt2", "no such file: no_such_program.pt2"),
         ("programs_to_check.py:wrong_shape", "must return (module, args) or (module, args, kwargs), not Linear"),
         ("programs_to_check.py:wrong_first", "must be an nn.Module, not int"),
         ("programs_to_check.py:wrong_second", "must be a tuple, not Tensor"),
@@ -294,17 +341,273 @@ def test_several_targets_give_the_worst_status_and_none_stops_the_others(
     assert main(["check", *targets]) == 2
     out = capsys.readouterr().out
     assert f"{programs}:bad:" in out and "1 conversions, 1 violations" in out and "0 conversions, 0 violations" in out
+    assert out.splitlines()[-4:] == [
+        "target                      conversions  violations",
+        "programs_to_check.py:fails  could not be checked",
+        "programs_to_check.py:bad              1           1",
+        "programs_to_check.py:good             0           0",
+    ]
 
 
 def test_a_bad_command_line_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for line in ([], ["check"], ["check", "a:b", "--strict", "--eager"], ["look"]):
+    lines = ([], ["check"], ["check", "a:b", "--strict", "--eager"], ["look"], ["check", "a:b", "--format", "xml"])
+    for line in lines:
         with pytest.raises(SystemExit) as caught:
             main(line)
         assert caught.value.code == 2
     with pytest.raises(SystemExit) as caught:
         main(["check", "--help"])
     assert caught.value.code == 0
-    assert "examples:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "examples:" in out and "exit status: " in out and "torch.export.load" in out
+
+
+# ---- modules with inputs from the command line
+
+
+def test_a_class_is_built_and_called_with_the_inputs_given(programs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{programs}:Bad", "--input", "2x3"]) == 1
+    assert "y.add_(5)" in capsys.readouterr().out
+    assert main(["check", f"{programs}:Embeds", "--input", "i64:1x4", "--input", "f16:"]) == 0
+    assert capsys.readouterr().out == "1 conversions, 0 violations\n"
+    assert main(["check", f"{programs}:built", "--input", "3"]) == 1
+    assert main(["check", f"{programs}:wrong_shape", "--input", "float64:3", "--eager"]) == 2  # float32 weights
+    assert "running it failed: RuntimeError" in capsys.readouterr().err
+
+
+def test_a_factory_with_inputs_of_its_own_keeps_them(programs: str) -> None:
+    assert main(["check", f"{programs}:good", f"{programs}:Bad", "--input", "i64:1"]) == 1
+
+
+@pytest.mark.parametrize("text", ["1x-3", "1x3xx", "f33:1", "nn:1", "", "f32", "1x3x"])
+def test_an_input_that_is_none_is_a_bad_command_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["check", "a:b", "--input", text])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("dispatch-guard check: error: argument --input: no ")
+
+
+# ---- saved programs
+
+
+class Alias(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to("cpu")
+        y.add_(5)
+        return x.sin()
+
+
+def test_a_saved_program_is_judged_by_its_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = str(tmp_path / "alias.pt2")
+    program = torch.export.export(Alias(), (torch.zeros(3),))
+    torch.export.save(program, saved)
+    assert main(["check", saved]) == 1
+    out = capsys.readouterr().out
+    assert "y.add_(5)" in out and out.splitlines()[-1] == "1 conversions, 1 violations"
+    torch.export.save(program.run_decompositions(), saved)
+    assert main(["check", saved]) == 2
+    assert "this one has been through run_decompositions()" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["text", "zip", "cut", "other", "empty"])
+def test_a_corrupt_or_foreign_file_is_one_clear_line(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "program.pt2"
+    if content == "text":
+        saved.write_text("this is no archive")
+    elif content == "zip":
+        with zipfile.ZipFile(saved, "w") as archive:
+            archive.writestr("hello.txt", "hello")
+    elif content == "cut":
+        torch.export.save(torch.export.export(Alias(), (torch.zeros(3),)), str(saved))
+        saved.write_bytes(saved.read_bytes()[:-200])
+    elif content == "other":
+        torch.save({"weight": torch.zeros(3)}, str(saved))
+    else:
+        saved.write_bytes(b"")
+    assert main(["check", str(saved)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith(f"dispatch_guard: {saved}: loading it failed: ")
+
+
+# ---- formats
+
+
+def test_json_of_all_targets_is_one_document(programs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    targets = [f"{programs}:{name}" for name in ("fails", "bad_twice", "good")]
+    assert main(["check", *targets, "--format", "json"]) == 2
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert document["version"] == 1
+    fails, bad, good = document["targets"]
+    assert fails["target"] == targets[0] and fails["problem"].startswith("exporting it failed: ValueError")
+    assert bad["problem"] is None and bad["conversions"] == 1
+    assert [violation["count"] for violation in bad["violations"]] == [2]
+    assert good == {"target": targets[2], "problem": None, "conversions": 0, "violations": []}
+
+
+def test_sarif_tells_violations_and_what_could_not_be_checked(
+    programs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{programs}:bad", f"{programs}:fails", "--format", "sarif"]) == 2
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert len(run["results"]) == 1
+    (invocation,) = run["invocations"]
+    assert invocation["executionSuccessful"] is False
+    assert "no such luck" in invocation["toolExecutionNotifications"][0]["message"]["text"]
+    assert main(["check", f"{programs}:good", "--format", "sarif"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["results"] == [] and run["invocations"][0]["executionSuccessful"] is True
+
+
+def test_github_gives_a_command_for_each_violation_and_failure(
+    programs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{programs}:bad", f"{programs}:fails", "--format", "github"]) == 2
+    violation, failure = capsys.readouterr().out.splitlines()
+    assert violation.startswith(f"::error file={programs},line=")
+    assert failure == f"::error title=dispatch_guard::{programs}:fails: exporting it failed: ValueError: no such luck"
+    assert main(["check", f"{programs}:good", "--format", "github"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_the_results_in_a_file(programs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "results.txt"
+    assert main(["check", f"{programs}:bad", "--output", str(output)]) == 1
+    assert "y.add_(5)" in output.read_text()
+    assert capsys.readouterr().out == ""
+    assert main(["check", f"{programs}:bad", "--output", str(tmp_path / "missing" / "results.txt")]) == 2
+    assert capsys.readouterr().err.endswith("results.txt: No such file or directory\n")
+
+
+# ---- which violations fail
+
+
+def test_nothing_fails_on_request_but_what_could_not_be_checked(programs: str) -> None:
+    assert main(["check", f"{programs}:bad", "--fail-on", "never"]) == 0
+    assert main(["check", f"{programs}:fails", "--fail-on", "never"]) == 2
+
+
+def test_known_violations_are_let_through_though_their_lines_have_moved(
+    programs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = str(tmp_path / "known.json")
+    assert main(["check", f"{programs}:bad", "--write-baseline", known]) == 0
+    assert capsys.readouterr().err.endswith(f"wrote 1 known violations to {known}\n")
+    assert json.loads(Path(known).read_text()) == {
+        "version": 1,
+        "violations": [{"file": programs, "line": "y.add_(5)", "op": "aten.add_.Tensor", "places": 1}],
+    }
+    moved = tmp_path / "elsewhere" / programs
+    moved.write_text("# a line above\n" + PROGRAMS)
+    assert main(["check", f"{moved}:bad", "--allow", known]) == 0
+    assert capsys.readouterr().out == "1 conversions, 0 violations (1 allowed)\n"
+
+
+def test_a_line_written_once_more_is_not_known(
+    programs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = str(tmp_path / "known.json")
+    main(["check", f"{programs}:bad", "--write-baseline", known])
+    again = tmp_path / "elsewhere" / programs
+    again.write_text(PROGRAMS.replace("y.add_(5)", "y.add_(5)\n            y.add_(5)"))
+    assert main(["check", f"{again}:bad", "--allow", known]) == 1
+    assert capsys.readouterr().out.endswith("1 conversions, 2 violations\n")
+
+
+def test_a_baseline_lets_nothing_else_through_and_tells_what_it_lists_in_vain(
+    programs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = tmp_path / "known.json"
+    entry = {"file": programs, "line": "y.mul_(5)", "op": "aten.mul_.Tensor", "places": 1}
+    known.write_text(json.dumps({"version": 1, "violations": [entry]}))
+    assert main(["check", f"{programs}:bad", "--allow", str(known)]) == 1
+    assert "1 of the violations in" in capsys.readouterr().err
+
+
+def test_writing_a_baseline_anew_keeps_what_is_known(programs: str, tmp_path: Path) -> None:
+    known = str(tmp_path / "known.json")
+    main(["check", f"{programs}:bad", "--write-baseline", known])
+    before = Path(known).read_text()
+    assert main(["check", f"{programs}:bad", "--allow", known, "--write-baseline", known]) == 0
+    assert Path(known).read_text() == before
+    assert main(["check", f"{programs}:bad", f"{programs}:fails", "--write-baseline", known]) == 2
+    assert Path(known).read_text() == before
+    assert main(["check", f"{programs}:bad", "--write-baseline", str(tmp_path / "missing" / "known.json")]) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', '{"version": 1, "violations": [{}]}'])
+def test_a_file_that_is_no_baseline_is_one_clear_line(
+    text: str, programs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = tmp_path / "known.json"
+    known.write_text(text)
+    assert main(["check", f"{programs}:bad", "--allow", str(known)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"dispatch_guard: cannot read {known}: it is ") and len(err.splitlines()) == 1
+    assert main(["check", f"{programs}:bad", "--allow", str(tmp_path / "missing.json")]) == 2
+
+
+# ---- streams and signals
+
+
+def test_an_interrupt_ends_with_one_line(programs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{programs}:interrupts", f"{programs}:good"]) == 130
+    assert capsys.readouterr() == ("", "dispatch_guard: interrupted\n")
+
+
+def test_ctrl_c_in_a_process(programs: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import sys, time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "dispatch_guard", "check", "slow.py:model"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as run:
+        assert run.stderr is not None
+        assert run.stderr.readline() == "here\n"
+        run.send_signal(signal.SIGINT)
+        assert run.communicate(timeout=60) == ("", "dispatch_guard: interrupted\n")
+        assert run.returncode == 130
+
+
+def test_a_reader_that_goes_away_changes_no_verdict(programs: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "dispatch_guard", "check", f"{programs}:bad", f"{programs}:good"]
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment(), check=False)
+    os.close(writer)
+    assert run.returncode == 1
+    assert run.stderr == "the model says hello\n"
+
+
+@pytest.mark.parametrize("no_colour", [False, True])
+def test_colour_and_progress_on_a_terminal_only(no_colour: bool, programs: str) -> None:
+    command = [sys.executable, "-m", "dispatch_guard", "check", f"{programs}:bad", f"{programs}:good"]
+    ours, theirs = pty.openpty()
+    settings = {**environment(), "TERM": "xterm", **({"NO_COLOR": "1"} if no_colour else {})}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=settings) as run:
+        os.close(theirs)
+        shown = b""
+        while chunk := _read(ours):
+            shown += chunk
+    os.close(ours)
+    assert run.returncode == 1
+    assert b"[1/2] programs_to_check.py:bad" in shown and b"[2/2] programs_to_check.py:good" in shown
+    assert (b"\x1b[1;31min-place aten.add_.Tensor" in shown) is not no_colour
+    assert (b"\x1b" in shown) is not no_colour
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # how Linux tells that the other end is closed
+        return b""
+
+
+def environment() -> dict[str, str]:
+    """That of a process which finds this package, and writes no bytecode next to the tests' files."""
+    root = str(Path(__file__).parents[1])
+    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")}
+    return {**plain, "PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def test_as_a_process() -> None:
