@@ -7,7 +7,7 @@ import functools
 import operator
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -312,3 +312,30 @@ def dynamo_error_type(error_type: type[Exception]) -> type[Exception]:
     return type(
         error_type.__name__, (error_type, TorchRuntimeError), {"__init__": init, "__module__": error_type.__module__}
     )
+
+
+@contextlib.contextmanager
+def every_export(around: Callable[[], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+    """Run each export of the process within ``around()`` (2.6, 2.13, 2.14).
+
+    torch.export.export looks this function up in its module at each call, so that it is reached by whoever has imported
+    ``export`` before; draft_export has a name of its own for it.  torch.onnx.export calls these two.
+    """
+    from torch.export import _draft_export, _trace
+
+    inner: Any = _trace._export
+
+    @functools.wraps(inner)
+    def export(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return inner(*args, **kwargs)
+
+    holders: tuple[Any, ...] = (_trace, _draft_export)
+    before = [holder._export for holder in holders]
+    for holder in holders:
+        holder._export = export
+    try:
+        yield
+    finally:
+        for holder, function in zip(holders, before, strict=True):
+            holder._export = function
