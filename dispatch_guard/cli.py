@@ -1,4 +1,4 @@
-"""The command line: check models for writes after conversions."""
+"""The command line: check models for writes after conversions, run scripts with their exports guarded."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 
 from . import baseline
 from .report import FORMATS, render, report
+from .run import VARIABLE, CannotRun, run
 from .targets import CannotCheck, check, one_line, tensor_of
 from .violations import Violation
 
@@ -46,6 +47,21 @@ examples:
   dispatch-guard check my_models.py:small --allow known.json       # fails for what is new only
 
 {_EXIT}
+"""
+
+
+_RUN_HELP = f"""\
+{VARIABLE} in the environment says what is done about violations:
+  raise     (default) the export raises a ToMutationError
+  warn      a ToMutationWarning at the line of the write
+  record    a report on stderr at the end; exit status 1 if there were any, and the script ended well otherwise
+
+examples:
+  dispatch-guard run export_model.py --size small
+  {VARIABLE}=record dispatch-guard run -m my_package.export
+  {VARIABLE}=record torchrun --nproc-per-node 2 -m dispatch_guard run export_model.py     # a report from each rank
+
+exit status: that of the script; 2 when there is nothing to run.
 """
 
 
@@ -87,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_check(commands)
+    _add_run(commands)
     return parser
 
 
@@ -123,6 +140,21 @@ def _add_check(commands: Any) -> None:
     parser.add_argument(
         "--traceback", action="store_true", help="print the traceback, and torch's logs, of what failed"
     )
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run a script with every export that it makes guarded",
+        description="Run a script, or with -m a module, as python does, and guard every export that it makes.",
+        usage="dispatch-guard run [-h] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        epilog=_RUN_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=_run)
+    parser.add_argument("-m", action="store_true", dest="is_module", help="run a module, as python -m does")
+    parser.add_argument("name", metavar="SCRIPT", help="the script, or the name of the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="what the script is given")
 
 
 def _input(text: str) -> torch.Tensor:
@@ -248,6 +280,17 @@ def _coloured(text: str, colour: bool) -> str:
     for pattern, code in _COLOURS:
         lines = [pattern.sub(lambda found, code=code: f"{code}{found[0]}\x1b[0m", line) for line in lines]  # type: ignore[misc]
     return "\n".join(lines)
+
+
+# ---- dispatch-guard run
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        return run(options.name, options.arguments, is_module=options.is_module)
+    except CannotRun as problem:
+        _tell(str(problem))
+        return FAILED
 
 
 # ---- results as text
