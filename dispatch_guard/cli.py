@@ -10,7 +10,7 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
 import torch
@@ -201,7 +201,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _check_one(target: str, options: argparse.Namespace) -> Checked:
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the results; the user's code may print
+        with _printing_to_stderr():
             violations, conversions = check(
                 target, options.inputs, strict=options.strict, eager=options.eager, verbose=options.traceback
             )
@@ -211,6 +211,19 @@ def _check_one(target: str, options: argparse.Namespace) -> Checked:
             traceback.print_exception(problem.__cause__, file=sys.stderr)
         return Checked(target, [], 0, str(problem))
     return Checked(target, violations, conversions)
+
+
+@contextlib.contextmanager
+def _printing_to_stderr() -> Iterator[None]:
+    """Stdout is for the results: what the user's code prints, or a program that it starts, goes to stderr."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _tell(text: str) -> None:
@@ -267,7 +280,7 @@ def _is_colourful(file: TextIO) -> bool:
 
 
 _COLOURS = [
-    (re.compile(r"^(dispatch_guard\.\w+: )?in-place .*|^unseen write .*"), "\x1b[1;31m"),  # bold red
+    (re.compile(r"^in-place .*"), "\x1b[1;31m"),  # bold red
     (re.compile(r"^ +\^+"), "\x1b[31m"),  # red
     (re.compile(r"^  (help|to allow this write): "), "\x1b[36m"),  # cyan
 ]

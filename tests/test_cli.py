@@ -12,17 +12,21 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dispatch_guard import ToMutationGuard
+from dispatch_guard.baseline import dumps, known, loads
 from dispatch_guard.cli import main
 
 MODELS = str(Path(__file__).parents[1] / "benchmarks" / "models.py")
 
 PROGRAMS = """
+import os
 import sys
 
 import torch
@@ -35,6 +39,13 @@ class Bad(nn.Module):
         for _ in range(times):
             y.add_(5)
         print("the model says hello")
+        return x.sin()
+
+
+class Accented(nn.Module):
+    def forward(self, x):
+        é = x.to("cpu")
+        é.add_(5)
         return x.sin()
 
 
@@ -110,6 +121,15 @@ def stack():
 def chatty():
     print("the factory says hello")
     return good()
+
+
+def shells():
+    os.system("echo the shell says hello")
+    return good()
+
+
+def accented():
+    return Accented(), (torch.zeros(3),)
 
 
 def branches():
@@ -409,6 +429,14 @@ def test_a_saved_program_is_judged_by_its_graph(tmp_path: Path, capsys: pytest.C
     assert "this one has been through run_decompositions()" in capsys.readouterr().err
 
 
+def test_an_archive_of_programs_with_names_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = str(tmp_path / "several.pt2")
+    program = torch.export.export(Alias(), (torch.zeros(3),))
+    torch.export.pt2_archive._package.package_pt2(saved, exported_programs={"encoder": program})
+    assert main(["check", saved]) == 2
+    assert "no program in it of the name that torch.export.save gives" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", ["text", "zip", "cut", "other", "empty"])
 def test_a_corrupt_or_foreign_file_is_one_clear_line(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -506,6 +534,27 @@ def test_known_violations_are_let_through_though_their_lines_have_moved(
     assert capsys.readouterr().out == "1 conversions, 0 violations (1 allowed)\n"
 
 
+def test_what_a_violation_is_known_by(tmp_path: Path) -> None:
+    with ToMutationGuard(on_violation="record") as guard:
+        torch.zeros(3).to("cpu").add_(5)
+    (violation,) = guard.violations
+    assert violation.site is not None
+    package = tmp_path / "package" / "inner"
+    package.mkdir(parents=True)
+    for directory in (package, package.parent):
+        (directory / "__init__.py").write_text("")
+    inside = replace(violation.site, filename=str(package / "models.py"))
+    without_source = replace(inside, line="", function="Model.forward")
+    op = "aten.add_.Tensor"
+    assert known(replace(violation, site=inside)).file == "package/inner/models.py"
+    assert known(replace(violation, site=without_source)).line == "in Model.forward"
+    assert known(replace(violation, site=None)) == ("test_cli.py", 'torch.zeros(3).to("cpu").add_(5)', op)
+    nowhere = replace(violation, site=None, conversion=replace(violation.conversion, site=None))
+    assert known(nowhere) == ("", "", op)
+    let_through = replace(violation, allowed="a reason")
+    assert loads(dumps([violation, violation, let_through])) == {known(violation): 1}
+
+
 def test_a_line_written_once_more_is_not_known(
     programs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -577,6 +626,21 @@ def test_a_reader_that_goes_away_changes_no_verdict(programs: str) -> None:
     os.close(writer)
     assert run.returncode == 1
     assert run.stderr == "the model says hello\n"
+
+
+def test_what_other_programs_print_is_not_among_the_results(programs: str) -> None:
+    command = [sys.executable, "-m", "dispatch_guard", "check", f"{programs}:shells"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert (run.returncode, run.stdout) == (0, "0 conversions, 0 violations\n")
+    assert run.stderr == "the shell says hello\n"
+
+
+def test_a_source_line_that_the_terminal_cannot_show(programs: str) -> None:
+    command = [sys.executable, "-m", "dispatch_guard", "check", f"{programs}:accented"]
+    settings = {**environment(), "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
+    assert run.returncode == 1
+    assert "\\xe9.add_(5)" in run.stdout
 
 
 @pytest.mark.parametrize("no_colour", [False, True])
