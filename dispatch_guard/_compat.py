@@ -176,6 +176,25 @@ def hop_rule(hop: Any, mode: TorchDispatchMode) -> Any:
     return getattr(hop, "python_key_table", {}).get(type(mode))
 
 
+def traced_results(hop: Any, args: tuple[Any, ...], result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What the traced bodies of a control-flow operator return, each with the operator's result that stands for it.
+
+    Those of scan that are stacked, and all of map and associative_scan, are copies of what the body returned.
+    (make_fx keeps the fake tensors of a trace, or aliases of them, in ``node.meta["val"]``: 2.13, 2.14.)
+    """
+    returned = list(pytree.tree_leaves(result))
+    bodies = {"cond": args[1:3], "while_loop": args[1:2], "scan": args[:1]}.get(hop.name(), ())
+    if hop.name() == "scan":
+        returned = returned[: len(args[1])]  # the carries
+    for body in bodies:
+        if isinstance(body, torch.fx.GraphModule):
+            output = next(iter(reversed(body.graph.nodes)))
+            for node, tensor in zip(pytree.tree_leaves(output.args), returned):
+                value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+                if isinstance(value, torch.Tensor) and isinstance(tensor, torch.Tensor):
+                    yield value, tensor
+
+
 def dispatch_hop(hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``hop(*args, **kwargs)`` from below ``__torch_function__`` on (HigherOrderOperator.__call__, 2.6 to 2.14)."""
     keys = torch._ops._compute_keyset(args, kwargs, hop.non_fallthrough_keys)
@@ -253,6 +272,23 @@ def pushed_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         pop_function_mode()
+
+
+@contextlib.contextmanager
+def lowest_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """``mode`` on the stack below all others."""
+    others = function_modes()
+    for _ in others:
+        pop_function_mode()
+    for other in (mode, *others):
+        push_function_mode(other)
+    try:
+        yield
+    finally:
+        for _ in range(len(others) + 1):
+            pop_function_mode()
+        for other in others:
+            push_function_mode(other)
 
 
 def refused_swap(exc: BaseException) -> list[tuple[torch.Tensor, FrameType]]:

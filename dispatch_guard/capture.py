@@ -10,6 +10,7 @@ import contextlib
 import copy
 import itertools
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple, get_args
@@ -27,6 +28,7 @@ from .conversions import CONVERSIONS, OPERATORS, Side, Tag
 from .guard import ToMutationGuard, violation_of
 from .mutations import write_plan, written_arguments
 from .sites import Place, place_of_node
+from .source import is_bound_once
 from .storages import keys_of
 from .violations import Conversion, Role, Site, ToMutationError, Violation
 
@@ -34,6 +36,9 @@ OnUnsafe = Literal["raise", "keep"]
 Returned = Literal["capture", "keep"]
 
 _TO_COPY: Final = torch.ops.aten._to_copy.default
+# All that ``tensor.data = other`` leaves in a graph (torch/csrc/autograd/variable.cpp, VariableHooks::set_data).
+_SET_DATA: Final = torch.ops.aten._has_compatible_shallow_copy_type.default
+_STACK_FRAME: Final = re.compile(r'^  File ".*$', re.MULTILINE)  # of a node's stack_trace, innermost last
 _KEY: Final = "dispatch_guard"  # our entry in node.meta["custom"], which torch.export saves and decompositions hand on
 
 
@@ -416,7 +421,8 @@ class _Reader:
             self.unsafe.extend(found for found, _ in tags)
             found, role = tags[-1]
             tensor = written.meta["val"]
-            violation = violation_of(str(node.target), argument, tensor, Side(found.tag, role), _place(node))
+            op = "Tensor.data" if node.target is _SET_DATA else str(node.target)
+            violation = violation_of(op, argument, tensor, Side(found.tag, role), _place(node))
             self.violations.append(replace(violation, version=None))  # a graph has no version counters
 
     def _run_bodies(self, gm: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Value]) -> Value:
@@ -474,6 +480,8 @@ def _matters(node: fx.Node) -> bool:
 
 def _written(node: fx.Node) -> list[tuple[str, fx.Node]]:
     """The arguments that an operator's node writes, by name: its values stand for the nodes."""
+    if node.target is _SET_DATA:
+        return [("self", node.args[0])] if isinstance(node.args[0], fx.Node) else []
     by_value = {id(source.meta.get("val")): source for source in node.all_input_nodes}
     found = written_arguments(node.target, _values(node.args), _values(node.kwargs))
     return [(name, by_value[id(tensor)]) for name, tensor in found if id(tensor) in by_value]
@@ -668,19 +676,31 @@ def _true_source(found: _Found, by_node: dict[Any, _Found]) -> Any:
     """What the user converted: tracing takes a tensor and the result of a conversion that changed nothing for one.
 
     After ``a = x.to("cpu")`` the graph has ``a`` wherever the user wrote ``x``.  For conversions the source text tells
-    them apart, as long as it stays in one function: ``x.double()`` is of what the earlier one converted, ``a.double()``
-    of its result.
+    them apart, where both are in one call of a function in which ``x`` is one variable with one value: ``x.double()``
+    is of what the earlier one converted, ``a.double()`` of its result.  Anything else stays as it was traced.
     """
     conversion, traced = found.tag.record(), found.node.args[0]
+    name = conversion.expression
+    if conversion.site is None or not is_bound_once(name, conversion.site):
+        return traced
     source = traced
     while (earlier := by_node.get(source)) is not None and not earlier.tag.copied:
         record = earlier.tag.record()
-        if not _is_before(record.site, conversion.site) or conversion.expression in ("", record.target):
+        if not _is_before(record.site, conversion.site) or not _in_one_call(earlier.node, found.node):
             break
-        if conversion.expression == record.expression:
+        if name == record.target:
+            return source
+        if name == record.expression:
             return _true_source(earlier, by_node)
         source = earlier.node.args[0]
-    return source if earlier is not None and conversion.expression == earlier.tag.record().target else traced
+    return traced
+
+
+def _in_one_call(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes come from one call of a function, as far as their metadata tells."""
+    modules = [list(node.meta.get("nn_module_stack") or ()) for node in (one, other)]
+    callers = [_STACK_FRAME.findall(node.meta.get("stack_trace") or "")[:-1] for node in (one, other)]
+    return modules[0] == modules[1] and callers[0] == callers[1]
 
 
 def _is_before(one: Site | None, other: Site | None) -> bool:

@@ -85,9 +85,28 @@ WRITES: Final[dict[Any, str]] = {
     torch.Tensor.map2_: "Tensor.map2_",
 }
 
-# Functions of torch written in Python that run a user's code (hooks, autograd functions): while a function mode handles
-# a call it is off, so their bodies have to be run with it on.
-RUN_USER_CODE: Final = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+# Functions of torch written in Python that run a user's code (hooks, autograd functions, callbacks): while a function
+# mode handles a call it is off, so their bodies have to be run with it on.
+RUN_USER_CODE: Final = frozenset(
+    {
+        torch.Tensor.backward,
+        torch.autograd.backward,
+        torch.autograd.grad,
+        torch.lobpcg,
+        torch.nn.functional.triplet_margin_with_distance_loss,
+    }
+)
+
+
+# Their result is their argument where nothing is dropped, in eager; torch's decomposition of it for tracing, which goes
+# before the C++ kernel, makes a copy (torch/_decomp/decompositions.py, aten/src/ATen/native/Dropout.cpp).
+_DROPOUT_MODULES: Final = ("torch", "torch.nn.functional", "torch._ops.aten")
+
+
+def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
+    return bool(training) and p != 0
 
 
 def source_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -125,7 +144,7 @@ def is_internal_call(frame: FrameType | None, in_dynamo: bool) -> bool:
     if frame is None:
         return False
     name = frame.f_globals.get("__name__", "")
-    if name.startswith(_INTERNAL_CALLERS):
+    if name.startswith(_INTERNAL_CALLERS) and not name.startswith("torch._export.db"):  # exportdb's are a user's
         # Dynamo calls from this one function only (torch/_dynamo/utils.py, 2.6 to 2.14).
         return not (in_dynamo and name == "torch._dynamo.utils" and frame.f_code.co_name == "run_node")
     caller = frame.f_back  # module._apply(lambda t: t.to(...)) moves a module too
@@ -229,6 +248,7 @@ class Kind(Enum):
 
     PLAIN = auto()
     CONVERSION = auto()
+    DROPOUT = auto()  # in eval mode its result is its argument
     BODIES = auto()  # it runs code of the user's, which has to be seen too
     WRITE = auto()  # it writes its first argument, and no operator shows that
     HIDES_OUT = auto()  # it writes its ``out``, and no operator shows that
@@ -251,6 +271,8 @@ def _kind_of(func: Any) -> Kind:
     name = getattr(func, "__name__", "")
     if isinstance(func, HigherOrderOperator) or is_composite_of_user(func):
         kind = Kind.BODIES
+    elif name.split(".")[0] == "dropout" and getattr(func, "__module__", None) in _DROPOUT_MODULES:
+        kind = Kind.DROPOUT
     elif hides_out(func):
         kind = Kind.HIDES_OUT
     elif name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES):
@@ -273,11 +295,13 @@ class ConversionMode(TorchFunctionMode):
     def __init__(
         self,
         on_conversion: Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any],
+        on_alias: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         on_bodies: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         on_subclasses: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any],
         on_write: Callable[[str, str, torch.Tensor], None],
     ) -> None:
         self.on_conversion = on_conversion
+        self.on_alias = on_alias
         self.on_bodies = on_bodies
         self.on_subclasses = on_subclasses
         self.on_write = on_write
@@ -292,6 +316,8 @@ class ConversionMode(TorchFunctionMode):
         if kind is not _PLAIN:
             if kind is Kind.CONVERSION:
                 return self.on_conversion(func, args, kwargs or {}, sys._getframe(1))
+            if kind is Kind.DROPOUT and not _drops(args, kwargs or {}):
+                return self.on_alias(func, args, kwargs or {})
             if kind is Kind.BODIES:
                 return self.on_bodies(func, args, kwargs or {})
             if kind is Kind.WRITE:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import ParamSpec, Self
 
 from . import _compat
-from .conversions import ConversionMode, Side, Tag, is_again, is_internal_call, meta_of, source_of
+from .conversions import RUN_USER_CODE, ConversionMode, Side, Tag, is_again, is_internal_call, meta_of, source_of
 from .ledger import Ledger, Watch
 from .mutations import has_user_kernel, is_plain, written_arguments
 from .report import advice, report, role_of
@@ -57,7 +57,8 @@ class ToMutationGuard(TorchDispatchMode):
         policy: ``"any"`` reports every such write.
         on_violation: ``"raise"`` raises :class:`ToMutationError`; ``"warn"`` issues a :class:`ToMutationWarning` at the
             user's line; ``"record"`` only keeps it in :attr:`violations`.
-        when: ``"tracing"`` makes the guard active only under export, compile, make_fx or fake tensors.
+        when: ``"tracing"`` makes the guard active only under export, compile, make_fx or fake tensors (a decorated
+            method: among its arguments, or under their mode).
 
     Raises:
         TypeError: for positional arguments, as when the decorator is written without parentheses.
@@ -129,9 +130,13 @@ class ToMutationGuard(TorchDispatchMode):
         self._ledger = Ledger()
         self._error = None
         self._inside = 0
+        if not self._deferred:
+            _allowances.traces.clear()
         self._logging = _log.isEnabledFor(logging.DEBUG)
         self._thread = threading.get_ident()
-        self._function_mode = ConversionMode(self._on_conversion, self._on_bodies, self._on_subclasses, self._on_write)
+        self._function_mode = ConversionMode(
+            self._on_conversion, self._on_alias, self._on_bodies, self._on_subclasses, self._on_write
+        )
         _compat.process_flags.enter()
         super().__enter__()
         self._function_mode.__enter__()
@@ -238,7 +243,7 @@ class ToMutationGuard(TorchDispatchMode):
             return result
         if result is source and is_again(self._ledger.settled(keys_of(source)[0]), frame):
             self.conversions += 1  # in a loop, say: the same memory, at the same place, unwritten since
-        elif not is_internal_call(frame, self._deferred) and self._is_active():
+        elif not is_internal_call(frame, self._deferred) and self._is_active(source):
             self.conversions += 1
             with _compat.no_torch_function():
                 self._tag(func, args, kwargs, source, result, here(frame))
@@ -248,8 +253,20 @@ class ToMutationGuard(TorchDispatchMode):
         if self._ledger:
             self._check_write(op, argument, tensor)
 
-    def _is_active(self) -> bool:
-        return self.when == "always" or _compat.is_tracing() or _compat.in_compiled_call()
+    def _on_alias(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Eager gives back the argument where tracing makes a copy: the copy stands for the argument."""
+        result = func(*args, **kwargs)
+        given = args[0] if args else kwargs.get("input")
+        if _compat.is_tracing() and isinstance(given, torch.Tensor) and isinstance(result, torch.Tensor):
+            for (key, gone), (other, other_gone) in zip(lives_of(result), lives_of(given)):
+                if key != other:
+                    self._ledger.join(key, gone, other, other_gone)
+        return result
+
+    def _is_active(self, tensor: torch.Tensor) -> bool:
+        if self.when == "always" or isinstance(tensor, FakeTensor):
+            return True
+        return _compat.is_tracing() or _compat.in_compiled_call()
 
     # ---- conversions and writes
 
@@ -315,8 +332,12 @@ class ToMutationGuard(TorchDispatchMode):
     # ---- higher-order operators: while a handler runs, its mode is off, yet the bodies must be seen
 
     def _on_bodies(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._other_function_modes():
-            watching = self._watching_functions  # another function mode is to see this call too
+        if self._other_function_modes():  # they are to see this call too
+            if func in RUN_USER_CODE and self._function_mode not in _compat.function_modes():
+                assert self._function_mode is not None
+                with _compat.lowest_function_mode(self._function_mode):
+                    return func(*args, **kwargs)
+            watching = self._watching_functions
             return func(*_wrap_bodies(args, watching), **_wrap_bodies(kwargs, watching))
         with self._watching_functions():
             if isinstance(func, HigherOrderOperator):
@@ -347,8 +368,17 @@ class ToMutationGuard(TorchDispatchMode):
             with _compat.popped_dispatch_mode() as below, self._watching_body():
                 result = rule(below, *args, **kwargs)
             if result is not NotImplemented:
+                self._hand_on_tags(hop, args, result)
                 return result
         return hop(*_wrap_bodies(args, self._watching_body), **_wrap_bodies(kwargs, self._watching_body))
+
+    def _hand_on_tags(self, hop: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Traced, a result is new memory; in eager it is what the body returned.  It is tagged as that is."""
+        for value, tensor in _compat.traced_results(hop, args, result):
+            side = self._ledger.find(keys_of(value))
+            if side is not None:
+                for key, gone in lives_of(tensor):
+                    self._ledger.tag(key, side, gone)
 
     @contextlib.contextmanager
     def _watching_body(self) -> Iterator[None]:
@@ -612,20 +642,19 @@ class _Allowances(threading.local):
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
-        self.traces: dict[
-            str, str
-        ] = {}  # reason by stack trace: strict export runs Dynamo's graph, not the user's code
+        # The reason by a node's stack trace and name: strict export runs Dynamo's graph, not the user's code.
+        self.traces: dict[tuple[str, str], str] = {}
 
     def reason_for(self, place: Place | None) -> str | None:
         if self.reasons:
             return self.reasons[-1]
-        return self.traces.get(place.stack_trace) if place and place.stack_trace else None
+        return self.traces.get((place.stack_trace, place.node_name)) if place and place.stack_trace else None
 
 
 _allowances = _Allowances()
 
 
-class allow_mutation(contextlib.ContextDecorator):  # reads as a function, as torch.no_grad does
+class allow_mutation:  # reads as a function, as torch.no_grad does
     """Let writes to converted tensors through, for a stated reason; they are recorded as allowed.
 
     Args:
@@ -653,6 +682,17 @@ class allow_mutation(contextlib.ContextDecorator):  # reads as a function, as to
         if not reason.strip():
             raise ValueError("allow_mutation needs a reason: say why the write is safe")
         self.reason = reason
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Let the writes of each call of ``fn`` through."""
+        reason = self.reason
+
+        @functools.wraps(fn)
+        def allowing(*args: P.args, **kwargs: P.kwargs) -> R:
+            with allow_mutation(reason):  # Dynamo takes only those that the traced code makes itself
+                return fn(*args, **kwargs)
+
+        return allowing
 
     def __enter__(self) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -690,7 +730,7 @@ def _stop_allowing(context: Any) -> None:
     reason, start = _allowed_in_dynamo.pop()
     _allowances.reasons.pop()
     for node in list(_compat.dynamo_output(context).graph.nodes)[start:]:
-        _allowances.traces[node.meta.get("stack_trace", "")] = reason
+        _allowances.traces[node.meta.get("stack_trace", ""), node.name] = reason
 
 
 _compat.leave_to_python(ToMutationGuard.__torch_dispatch__)

@@ -30,6 +30,19 @@ class _Entry(Generic[Tag]):
         self.stale = False  # a write was let through: its counters move once the write has run
 
 
+class _Group:
+    """Keys that stand for the same memory."""
+
+    __slots__ = ("key", "lives")
+
+    def __init__(self, key: Hashable, gone: Life) -> None:
+        self.key = key
+        self.lives = [gone]
+
+    def gone(self) -> bool:
+        return all(gone() for gone in self.lives)
+
+
 class Ledger(Generic[Tag]):
     """Tags by key; a key whose ``gone()`` is true is a stranger again.
 
@@ -40,10 +53,11 @@ class Ledger(Generic[Tag]):
         'x.to(...)'
     """
 
-    __slots__ = ("_entries", "_sweep_at")
+    __slots__ = ("_entries", "_groups", "_sweep_at")
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, _Entry[Tag]] = {}
+        self._groups: dict[Hashable, _Group] = {}
         self._sweep_at = 64
 
     def __len__(self) -> int:
@@ -54,6 +68,9 @@ class Ledger(Generic[Tag]):
 
     def tag(self, key: Hashable, tag: Tag, gone: Life, watches: Iterable[Watch] = ()) -> None:
         """Hang ``tag`` on ``key`` in place of an earlier one."""
+        group = self._groups.get(key)
+        if group is not None:
+            key, gone = group.key, group.gone
         entry = self._live(key)
         if entry is None:
             if len(self._entries) >= self._sweep_at:
@@ -62,6 +79,17 @@ class Ledger(Generic[Tag]):
         entry.tag = tag
         entry.watches = list(watches)
         entry.stale = False
+
+    def join(self, key: Hashable, gone: Life, other: Hashable, other_gone: Life) -> None:
+        """From now on ``key`` stands for what ``other`` stands for."""
+        group = self._groups.get(other)
+        if group is None:
+            group = self._groups[other] = _Group(other, other_gone)
+        group.lives.append(gone)
+        self._groups[key] = group
+        entry = self._entries.get(group.key)
+        if entry is not None:
+            entry.gone = group.gone
 
     def find(self, keys: Iterable[Hashable]) -> Tag | None:
         """The tag of the first tagged key, or ``None``."""
@@ -101,8 +129,11 @@ class Ledger(Generic[Tag]):
 
     def clear(self) -> None:
         self._entries.clear()
+        self._groups.clear()
 
     def _live(self, key: Hashable) -> _Entry[Tag] | None:
+        if self._groups and key in self._groups:
+            key = self._groups[key].key
         entry = self._entries.get(key)
         if entry is not None and entry.gone():
             del self._entries[key]

@@ -64,7 +64,7 @@ UNTOLD: Final[dict[str, Untold]] = {
 
 # Functions that run as others under a mode, so that no operator shows their write to ``out``: matrix_rank becomes a sum
 # whose result is returned in its place (aten/src/ATen/native/LinearAlgebra.cpp; then torch leaves ``out`` unwritten).
-UNTOLD_OUT: Final = frozenset({"linalg_matrix_rank"})
+UNTOLD_OUT: Final = frozenset({"linalg_matrix_rank", "fft_ihfft2", "fft_ihfftn"})
 
 
 def hides_out(func: Any) -> bool:

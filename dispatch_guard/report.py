@@ -233,8 +233,8 @@ def _own_way(
         return "pass inplace=False and use what is returned"
     if written is not None:
         # Under another name it is a view, or what others are to see changed: to give that name a new tensor won't do.
-        named = written.base in (conversion.expression, conversion.target)
-        chained = "(" in written.base  # x.float().add_(1)
+        named = written.base in (conversion.expression, conversion.target) and _in_one_function(conversion, written)
+        chained = written.base == conversion.text  # x.float().add_(1)
         if written.instead is not None and written.base == written.expression and (named or chained):
             return f"write out of place: {written.instead}"
         cloned = f"write to a copy of your own: {written.base} = {written.base}.clone() before this line"
@@ -244,6 +244,12 @@ def _own_way(
     if site is not None and ".step(" in site.line:
         return "convert a copy of the parameter, or convert it after the optimizer's step"
     return None
+
+
+def _in_one_function(conversion: Conversion, written: Written) -> bool:
+    """Whether a name means the same at both places."""
+    here, there = written.site, conversion.site
+    return there is not None and (here.filename, here.function) == (there.filename, there.function)
 
 
 def _is_statistic(argument: str) -> bool:

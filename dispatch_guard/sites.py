@@ -38,7 +38,7 @@ _internal: dict[CodeType, bool] = {}
 class Place:
     """Where something happened, remembered cheaply; :meth:`site` turns it to text."""
 
-    __slots__ = ("_caller", "_code", "_lasti", "_modules", "_node_modules", "_positions", "_trace")
+    __slots__ = ("_caller", "_code", "_lasti", "_modules", "_node_modules", "_positions", "_trace", "node_name")
 
     def __init__(self, modules: list[weakref.ref[nn.Module]]) -> None:
         self._caller: Place | None = None  # the nearest place outside of installed libraries, if this is in one
@@ -46,6 +46,7 @@ class Place:
         self._lasti = -1
         self._positions: tuple[int | None, ...] | None = None
         self._trace = ""
+        self.node_name = ""  # of the graph node, where a graph was being run
         self._node_modules: Any = None
         self._modules = modules
 
@@ -120,6 +121,7 @@ def place_of_node(node: Any, modules: list[weakref.ref[nn.Module]], frame: Frame
         return None
     place = Place(modules)
     place._trace = trace
+    place.node_name = node.name
     place._node_modules = node.meta.get("nn_module_stack")
     return place
 

@@ -98,12 +98,12 @@ def conversion_at(site: Site, names: frozenset[str]) -> Converted | None:
 def write_at(site: Site, operator: str) -> Written | None:
     """The write by ``operator`` (``add_``, ``index_put_``) at ``site``."""
     nodes = [
-        node
-        for node, _ in _nodes_at(site)
+        (node, parent)
+        for node, parent in _nodes_at(site)
         if site.col is None or _is_at(node, site) or _covers_exactly_one_line(node, site)
     ]
     for any_name in (False, True):  # y.absolute_() runs abs_, nn.init.zeros_(y) runs zero_
-        found = [written for node in nodes if (written := _as_write(node, operator, site, any_name)) is not None]
+        found = [written for node in nodes if (written := _as_write(*node, operator, site, any_name)) is not None]
         if found:
             return found[0] if len(found) == 1 else _most_exact(found, site)
     return None
@@ -179,7 +179,7 @@ def _most_exact(found: list[Written], site: Site) -> Written | None:
     return exact[0] if site.col is not None and len(exact) == 1 else None
 
 
-def _as_write(node: ast.AST, operator: str, site: Site, any_name: bool) -> Written | None:
+def _as_write(node: ast.AST, parent: ast.AST | None, operator: str, site: Site, any_name: bool) -> Written | None:
     if isinstance(node, ast.AugAssign) and not isinstance(node.target, ast.Subscript):
         target, symbol = _text(node.target), _AUGMENTED.get(type(node.op))
         instead = f"{target} = {target} {symbol} {receiver(_text(node.value))}" if symbol else None
@@ -196,16 +196,14 @@ def _as_write(node: ast.AST, operator: str, site: Site, any_name: bool) -> Writt
         return None
     keywords = {keyword.arg: keyword.value for keyword in node.keywords}
     if "out" in keywords:
-        rest = ", ".join(
-            [*map(_text, node.args), *(f"{k}={_text(v)}" for k, v in keywords.items() if k != "out" and k)]
-        )
-        out = keywords["out"]
-        instead = f"{_text(out)} = {_text(node.func)}({rest})" if isinstance(out, (ast.Name, ast.Attribute)) else None
+        out, rest = keywords["out"], _arguments(node, without="out")
+        named = isinstance(out, (ast.Name, ast.Attribute)) and rest is not None and isinstance(parent, ast.Expr)
+        instead = f"{_text(out)} = {_text(node.func)}({', '.join(rest or ())})" if named else None
         return _written(out, "out", instead, _at(site, node))
     name = _called(node)
     writes = name == operator or (any_name and name is not None and re.fullmatch(r".*[^_]_", name) is not None)
     if writes and isinstance(node.func, ast.Attribute) and not _is_module(node.func.value):
-        return _written(node.func.value, "method", _twin(node), _at(site, node))
+        return _written(node.func.value, "method", _twin(node, parent), _at(site, node))
     inplace = keywords.get("inplace")
     if isinstance(inplace, ast.Constant) and inplace.value is True and node.args:
         return _written(node.args[0], "inplace", None, _at(site, node))
@@ -225,19 +223,37 @@ def _written(expression: ast.expr, kind: WriteKind, instead: str | None, site: S
             return Written(_text(expression), _text(base), kind, instead, site)
 
 
-def _twin(call: ast.Call) -> str | None:
-    """``y = y + 5`` for ``y.add_(5)``; ``x.float() + 5`` for ``x.float().add_(5)``, which has no name."""
+def _arguments(call: ast.Call, without: str = "") -> list[str] | None:
+    """The text of a call's arguments; ``None`` where some are unpacked (``*args``)."""
+    if any(isinstance(arg, ast.Starred) for arg in call.args) or any(k.arg is None for k in call.keywords):
+        return None
+    return [*map(_text, call.args), *(f"{k.arg}={_text(k.value)}" for k in call.keywords if k.arg != without)]
+
+
+def _twin(call: ast.Call, parent: ast.AST | None) -> str | None:
+    """What to write in place of ``y.add_(5)``: of the statement, and in another expression of the call."""
     assert isinstance(call.func, ast.Attribute)
-    value = _twin_value(call, call.func.value, call.func.attr)
-    if value is None or isinstance(call.func.value, ast.Call):
-        return value
-    named = isinstance(call.func.value, (ast.Name, ast.Attribute))
-    return f"{_text(call.func.value)} = {value}" if named else None
+    target, value = _text(call.func.value), _twin_value(call, call.func.value, call.func.attr)
+    if value is None:
+        return None
+    if isinstance(call.func.value, ast.Call):  # x.float().add_(5), which has no name
+        return None if isinstance(parent, ast.Expr) else value
+    if not isinstance(call.func.value, (ast.Name, ast.Attribute)):
+        return None
+    if isinstance(parent, ast.Expr):
+        return f"{target} = {value}"
+    if isinstance(parent, ast.Return):
+        return f"return {value}"
+    if isinstance(parent, ast.Assign) and len(parent.targets) == 1:
+        name = _text(parent.targets[0])
+        return f"{target} = {value}" if name == target else f"{name} = {target} = {value}"
+    return None
 
 
 def _twin_value(call: ast.Call, written: ast.expr, name: str) -> str | None:
-    target = _text(written)
-    arguments = [*map(_text, call.args), *(f"{k.arg}={_text(k.value)}" for k in call.keywords if k.arg)]
+    target, arguments = _text(written), _arguments(call)
+    if arguments is None:
+        return None
     if name in _SYMBOLS and len(arguments) == 1 and not call.keywords:
         return f"{target} {_SYMBOLS[name]} {receiver(arguments[0])}"
     if name == "zero_":
@@ -267,6 +283,32 @@ def qualified_name(filename: str, lineno: int, function: str) -> str:
     if function.startswith("<") and names and function != "<module>":
         return ".".join([*names, function])
     return ".".join(names) if names and names[-1] == function else function
+
+
+def is_bound_once(name: str, site: Site) -> bool:
+    """Whether ``name`` is a variable that stands for one object as long as a call of the function at ``site`` runs.
+
+    It is a parameter that is never assigned, or is assigned in one place.
+    """
+    functions = [
+        node
+        for node in _enclosing(site.filename, site.lineno)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    if not name.isidentifier() or not functions:
+        return False
+    bindings = 0
+    for node in ast.walk(functions[-1]):
+        if isinstance(node, ast.Name):
+            bindings += node.id == name and not isinstance(node.ctx, ast.Load)
+        elif isinstance(node, ast.arg):
+            bindings += node.arg == name
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+            targets = ast.walk(node.target)
+            bindings += 2 * any(isinstance(target, ast.Name) and target.id == name for target in targets)
+        elif isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:
+            return False
+    return bindings == 1
 
 
 def _called(call: ast.Call) -> str | None:

@@ -822,3 +822,56 @@ def test_off_means_off() -> None:
     capture_conversions(exported(Many(), *MANY))
     assert str(exported(Many(), *MANY)) == plain
     assert ways.stacks() == ([], []) and dispatch_guard.__name__ == "dispatch_guard"
+
+
+class Rebound(nn.Module):
+    """The name of what was converted stands for its result later, in ways that only the whole function tells."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, m: Tensor) -> Tensor:
+        if self.how == "tuple":
+            x, m = x.to("cpu"), m.to("cpu")
+        elif self.how == "conditional":
+            x = x.to("cpu") if self.how else x
+        elif self.how == "alias":
+            y = x.to("cpu")
+            x = y
+        elif self.how == "call":
+            x = nn.Identity()(x.to("cpu"))
+        return x.double() + m
+
+
+@pytest.mark.parametrize("how", ["tuple", "conditional", "alias", "call"])
+def test_a_name_that_is_bound_again_is_taken_as_traced(how: str) -> None:
+    captured = capture_conversions(exported(Rebound(how), torch.ones(3), torch.ones(3)))
+    (last,) = (node for node in nodes(captured) if node.kwargs.get("dtype") is torch.float64)
+    assert last.args[0] in nodes(captured)
+
+
+def test_a_function_that_is_called_again_with_what_it_converted() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x.to("cpu")
+
+    class Loop(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = step(x)
+            return x.sin()
+
+    one, two, three = nodes(capture_conversions(exported(Loop(), torch.ones(3))))
+    assert [str(one.args[0]), two.args[0], three.args[0]] == ["x", one, two]
+
+
+def test_an_assignment_to_data_is_a_write() -> None:
+    class Program(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            z = x * 1
+            y = z.float()
+            z.data = y * 2
+            return y + z
+
+    (violation,) = check_program(exported(Program(), torch.ones(3)))
+    assert violation.op == "Tensor.data" and violation.role == "result"

@@ -207,3 +207,65 @@ def test_exportdb_exports_the_same_under_the_guard(name: str, strict: bool) -> N
     else:
         assert text(plain) == text(guarded)
         assert metadata(plain) == metadata(guarded)
+
+
+def double(x: Tensor) -> Tensor:
+    return x.double()
+
+
+RESULTS: dict[str, Any] = {
+    "cond": lambda x: torch.cond(x.sum() > 0, lambda t: t.cos().to("cpu"), torch.sin, (x,)),
+    "other branch": lambda x: torch.cond(x.sum() < 0, torch.sin, lambda t: t.cos().to("cpu"), (x,)),
+    "copy": lambda x: torch.cond(x.sum() > 0, lambda t: double(t.cos()), lambda t: double(t.sin()), (x,)),
+    "view": lambda x: torch.cond(x.sum() > 0, lambda t: t.cos().to("cpu")[:2], lambda t: t[:2] + 1, (x,)),
+    "several": lambda x: torch.cond(x.sum() > 0, lambda t: (t + 1, t.cos().float()), lambda t: (t + 2, t.sin()), (x,))[
+        1
+    ],
+    "nested": lambda x: torch.cond(
+        x.sum() > 0, lambda t: torch.cond(t.max() > 0, lambda u: u.cos().cpu(), torch.sin, (t,)), torch.sin, (x,)
+    ),
+    "while_loop": lambda x: while_loop(
+        lambda i, t: i < 3, lambda i, t: (i + 1, t.sin().to("cpu")), (torch.zeros((), dtype=torch.int64), x)
+    )[1],
+    "scan": lambda x: scan(lambda c, t: ((c + t).to("cpu"), t + 1), x, torch.stack([x, x]))[0],
+}
+
+
+def source_in_body(t: Tensor) -> Tensor:
+    z = t.cos()
+    z.double()
+    return z
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [*RESULTS, "source"])
+def test_a_write_to_the_result_that_a_body_converted_raises(name: str, way: str) -> None:
+    class Program(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if name == "source":
+                result = torch.cond(x.sum() > 0, source_in_body, torch.sin, (x,))
+            else:
+                result = RESULTS[name](x)
+            result.add_(1)
+            return result.sin()
+
+    torch._dynamo.reset()
+    x = torch.rand(3)
+    branches = {"other branch"}
+    if way in ("eager", "no_grad") and name in branches:
+        pytest.skip("eager runs one branch, and it is this one")
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        ALL[way](Program(), (x,))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_conversion_that_stays_in_a_body_does_not_mark_its_result(way: str) -> None:
+    class Program(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            result = torch.cond(x.sum() > 0, lambda t: t.cos().to("cpu") + 1, torch.sin, (x,))
+            result.add_(1)
+            return result
+
+    torch._dynamo.reset()
+    with ToMutationGuard():
+        ALL[way](Program(), (torch.rand(3),))

@@ -332,3 +332,47 @@ def test_conversions_in_handlers_of_modes_and_subclasses() -> None:
     with ToMutationGuard() as guard:
         assert torch.equal(torch.ones(3).as_subclass(Sub).cos(), torch.ones(3).cos())
     assert guard.conversions == 0
+
+
+DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "F": lambda y: torch.nn.functional.dropout(y, training=False),
+    "module": nn.Dropout().eval(),
+    "p=0": lambda y: torch.nn.functional.dropout(y, 0.0),
+    "torch": lambda y: torch.dropout(y, 0.5, False),
+    "operator": lambda y: torch.ops.aten.dropout(y, 0.5, False),
+    "twice": lambda y: nn.Dropout().eval()(nn.Dropout().eval()(y)),
+    "feature": lambda y: torch.nn.functional.feature_alpha_dropout(y, training=False),
+}
+
+
+@pytest.mark.parametrize("way", ["eager", "export", "export_strict", "make_fx_fake"])
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_that_drops_nothing_is_its_argument(name: str, way: str) -> None:
+    """Tracing makes a copy of it, eager does not."""
+
+    class Result(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.sin().to("cpu")
+            DROPOUTS[name](y).mul_(2)
+            return y
+
+    class Source(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.sin()
+            y = DROPOUTS[name](x).to("cpu")
+            x.mul_(2)
+            return y
+
+    for program in (Result(), Source()):
+        with pytest.raises(ToMutationError), ToMutationGuard():
+            ALL[way](program, (torch.ones(2, 3, 4),))
+
+
+@pytest.mark.parametrize("way", ["eager", "export", "export_strict"])
+def test_dropout_that_drops_makes_a_new_tensor(way: str) -> None:
+    class Program(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x.sin().to("cpu"), training=True).mul_(2)
+
+    with ToMutationGuard():
+        ALL[way](Program(), (torch.ones(2, 3),))

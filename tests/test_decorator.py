@@ -336,3 +336,48 @@ def test_a_users_exception_in_a_traced_function_leaves_no_mode() -> None:
     for way in ("export_strict", "compile_eager", "compile_eager_fullgraph"):
         with pytest.raises(Exception, match="mine"):
             ALL[way](Model(), (torch.zeros(3),))
+
+
+class Allowing(nn.Module):
+    def __init__(self, *allowed: bool) -> None:
+        super().__init__()
+        self.allowed = allowed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x * 1).float()
+        for allowed in self.allowed:
+            with allow_mutation("y is private") if allowed else torch.no_grad():
+                y.add_(1)
+        return y
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_write_allowed_once_is_not_allowed_again(strict: bool) -> None:
+    with ToMutationGuard() as guard:
+        torch.export.export(Allowing(True, True), (torch.ones(3),), strict=strict)
+    assert [violation.allowed for violation in guard.violations] == ["y is private"] * 2
+    torch.export.export(Allowing(True), (torch.ones(3),), strict=strict)  # without a guard
+    for allowed in ((True, False), (False,)):
+        torch._dynamo.reset()
+        with pytest.raises(ToMutationError), ToMutationGuard():
+            torch.export.export(Allowing(*allowed), (torch.ones(3),), strict=strict)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_function_that_may_write(strict: bool) -> None:
+    class Program(nn.Module):
+        @allow_mutation("y is private")
+        def write(self, y: Tensor) -> None:
+            y.add_(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (x * 1).float()
+            self.write(y)
+            return y
+
+    with ToMutationGuard() as guard:
+        torch.export.export(Program(), (torch.ones(3),), strict=strict)
+    assert [violation.allowed for violation in guard.violations] == ["y is private"]
+    torch.testing.assert_close(
+        torch.compile(Program(), backend="eager", fullgraph=True)(torch.ones(3)), torch.ones(3) + 1
+    )

@@ -676,3 +676,10 @@ def test_violation_type() -> None:
         violate(torch.zeros(3))
     assert isinstance(caught.value, ToMutationError)
     assert isinstance(caught.value.violation, Violation)
+
+
+def test_tracing_only_takes_fake_tensors_whose_mode_is_off() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    with pytest.raises(ToMutationError), ToMutationGuard(when="tracing"):
+        fake.to("cpu").add_(1)

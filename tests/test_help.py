@@ -223,3 +223,53 @@ def test_an_optimizer_step_is_fine_on_a_converted_copy() -> None:
     with ToMutationGuard():
         train(copy=True)
     torch.testing.assert_close(linear.weight, before - 0.5)
+
+
+def scale_(x: Tensor) -> None:
+    x.mul_(2)
+
+
+def unnamed(x: Tensor) -> None:
+    y = x.float()
+    y.ravel().add_(1)
+
+
+def other_name(x: Tensor) -> None:
+    x = x.float()
+    scale_(x)
+
+
+def closure(x: Tensor) -> None:
+    y = x.float()
+
+    def inner() -> None:
+        y.add_(1)
+
+    inner()
+
+
+def unpacked(x: Tensor) -> None:
+    y = x.float()
+    y.add_(1, **{"alpha": 2})
+
+
+def unpacked_out(x: Tensor) -> None:
+    y = x.float()
+    torch.add(y, 1, out=y, **{"alpha": 2})  # type: ignore[call-overload]
+
+
+def starred(x: Tensor) -> None:
+    y = x.float()
+    y.add_(*(1,))
+
+
+def inside(x: Tensor) -> None:
+    y = x.float()
+    y.add_(y.mul_(2))
+
+
+@pytest.mark.parametrize("program", [unnamed, other_name, closure, unpacked, unpacked_out, starred, inside])
+def test_no_twin_is_offered_that_would_lose_the_write_or_its_arguments(program: Callable[[Tensor], None]) -> None:
+    with pytest.raises(ToMutationError) as caught, ToMutationGuard():
+        program(torch.ones(3))
+    assert not any("out of place" in line for line in caught.value.violation.help)

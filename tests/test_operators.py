@@ -210,7 +210,7 @@ def test_every_out_raises() -> None:
     for op in op_db:
         if not op.supports_out:
             continue
-        for sample in samples(op, 1):
+        for sample in samples(op, 6):
             first, args, kwargs = parts(sample)
             try:
                 with warnings.catch_warnings():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
+from ways import ALL
 
 from dispatch_guard import ToMutationError, ToMutationGuard
 
@@ -236,3 +238,33 @@ def test_attention() -> None:
     assert guard.violations == []
     with pytest.raises(ToMutationError), ToMutationGuard():
         flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score.clone().to("cpu").add_(1))
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_backward_hooks_where_another_function_mode_is_on(below: bool) -> None:
+    def run() -> None:
+        z = torch.ones(3, requires_grad=True) * 2
+
+        def hook(grad: Tensor) -> Tensor:
+            converted = grad.to("cpu")
+            return converted.mul_(2)
+
+        z.register_hook(hook)
+        z.sum().backward()
+
+    with torch.device("cpu") if below else contextlib.nullcontext():
+        with pytest.raises(ToMutationError), ToMutationGuard():
+            with contextlib.nullcontext() if below else torch.device("cpu"):
+                run()
+
+
+@pytest.mark.parametrize("way", ["eager", "export", "export_strict"])
+def test_callbacks_of_a_loss(way: str) -> None:
+    def distance(a: Tensor, b: Tensor) -> Tensor:
+        y = (a * 1).to("cpu")
+        y.add_(1)
+        return (y - b).pow(2).sum(-1)
+
+    loss = nn.TripletMarginWithDistanceLoss(distance_function=distance)
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        ALL[way](loss, (torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3)))
