@@ -382,7 +382,7 @@ class _Reader:
             return value[index] if isinstance(value, tuple) and isinstance(index, int) else value
         if not isinstance(node.target, (OpOverload, HigherOrderOperator)):
             return _NOTHING  # arithmetic on sizes
-        if not _is_assignment_to_buffer(node):
+        if not _is_assignment_to_buffer(node) and not self._is_put_back(node, env):
             for name, written in _written(node):
                 self._write(node, name, written, _flat(env[written]))
         if isinstance(node.target, HigherOrderOperator):
@@ -391,6 +391,15 @@ class _Reader:
         if call is None:
             return self._result(node, env)
         return self._convert(node, call, env)
+
+    def _is_put_back(self, node: fx.Node, env: dict[fx.Node, Value]) -> bool:
+        """Whether it is of ``p.data = p.data.to(...)``: both are sides of one conversion."""
+        if node.target is not _SET_DATA:
+            return False
+        one, other = (
+            {id(tag[0]) for key in _flat(_value_of(env, arg)) for tag in self._tags.get(key, ())} for arg in node.args
+        )
+        return bool(one & other)
 
     def _result(self, node: fx.Node, env: dict[fx.Node, Value]) -> Value:
         """The memory of an operator's results: that of the arguments they alias, or its own."""

@@ -298,7 +298,7 @@ class ConversionMode(TorchFunctionMode):
         on_alias: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         on_bodies: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         on_subclasses: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any],
-        on_write: Callable[[str, str, torch.Tensor], None],
+        on_write: Callable[[str, str, torch.Tensor, Any], None],
     ) -> None:
         self.on_conversion = on_conversion
         self.on_alias = on_alias
@@ -321,11 +321,12 @@ class ConversionMode(TorchFunctionMode):
             if kind is Kind.BODIES:
                 return self.on_bodies(func, args, kwargs or {})
             if kind is Kind.WRITE:
-                self.on_write(WRITES[func], "self", args[0])
+                value = args[1] if WRITES[func] == "Tensor.data" else None
+                self.on_write(WRITES[func], "self", args[0], value)
             elif kind is Kind.HIDES_OUT and kwargs and "out" in kwargs:
-                self.on_write(f"aten.{func.__name__.split('.')[0]}.out", "out", kwargs["out"])
+                self.on_write(f"aten.{func.__name__.split('.')[0]}.out", "out", kwargs["out"], None)
             elif kind is Kind.IN_PLACE and functionalizing() and args and isinstance(args[0], torch.Tensor):
-                self.on_write(f"Tensor.{func.__name__}", "self", args[0])
+                self.on_write(f"Tensor.{func.__name__}", "self", args[0], None)
         if types and any(map(_overrides, types)) and subclasses_enabled():  # their __torch_function__ is users' code
             return self.on_subclasses(func, types, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)

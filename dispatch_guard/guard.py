@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import ParamSpec, Self
 
 from . import _compat
-from .conversions import RUN_USER_CODE, ConversionMode, Side, Tag, is_again, is_internal_call, meta_of, source_of
+from .conversions import ConversionMode, Side, Tag, is_again, is_internal_call, meta_of, source_of
 from .ledger import Ledger, Watch
 from .mutations import has_user_kernel, is_plain, written_arguments
 from .report import advice, report, role_of
@@ -249,8 +249,8 @@ class ToMutationGuard(TorchDispatchMode):
                 self._tag(func, args, kwargs, source, result, here(frame))
         return result
 
-    def _on_write(self, op: str, argument: str, tensor: torch.Tensor) -> None:
-        if self._ledger:
+    def _on_write(self, op: str, argument: str, tensor: torch.Tensor, value: Any = None) -> None:
+        if self._ledger and not self._is_put_back(tensor, value):
             self._check_write(op, argument, tensor)
 
     def _on_alias(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -262,6 +262,13 @@ class ToMutationGuard(TorchDispatchMode):
                 if key != other:
                     self._ledger.join(key, gone, other, other_gone)
         return result
+
+    def _is_put_back(self, tensor: torch.Tensor, value: Any) -> bool:
+        """Whether ``tensor.data = value`` puts a result where its source was: ``p.data = p.data.half()``."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        sides = [self._ledger.find(keys_of(side)) for side in (tensor, value)]
+        return None not in sides and len({id(side.tag) for side in sides if side is not None}) == 1
 
     def _is_active(self, tensor: torch.Tensor) -> bool:
         if self.when == "always" or isinstance(tensor, FakeTensor):
@@ -332,13 +339,8 @@ class ToMutationGuard(TorchDispatchMode):
     # ---- higher-order operators: while a handler runs, its mode is off, yet the bodies must be seen
 
     def _on_bodies(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._other_function_modes():  # they are to see this call too
-            if func in RUN_USER_CODE and self._function_mode not in _compat.function_modes():
-                assert self._function_mode is not None
-                with _compat.lowest_function_mode(self._function_mode):
-                    return func(*args, **kwargs)
-            watching = self._watching_functions
-            return func(*_wrap_bodies(args, watching), **_wrap_bodies(kwargs, watching))
+        if self._other_function_modes():
+            return self._after_others(func, args, kwargs)
         with self._watching_functions():
             if isinstance(func, HigherOrderOperator):
                 return _compat.dispatch_hop(func, args, kwargs)
@@ -346,18 +348,25 @@ class ToMutationGuard(TorchDispatchMode):
                 return _compat.dispatch_overload(func, args, kwargs)
             return _compat.without_override(func)(*args, **kwargs)
 
+    def _after_others(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Other function modes are to handle this call too: let them go first, and come back to us last."""
+        assert self._function_mode is not None
+        with _compat.lowest_function_mode(self._function_mode):
+            return func(*args, **kwargs)
+
     @staticmethod
     def _other_function_modes() -> bool:
         return any(not isinstance(mode, ConversionMode) for mode in _compat.function_modes())
 
     def _on_subclasses(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What torch would do next (torch.overrides.handle_torch_function), with the function mode on meanwhile."""
-        if not self._other_function_modes():
-            with self._watching_functions():
-                for subclass in types:
-                    result = subclass.__torch_function__(func, types, args, kwargs)
-                    if result is not NotImplemented:
-                        return result
+        if self._other_function_modes():
+            return self._after_others(func, args, kwargs)
+        with self._watching_functions():
+            for subclass in types:
+                result = subclass.__torch_function__(func, types, args, kwargs)
+                if result is not NotImplemented:
+                    return result
         return func(*args, **kwargs)
 
     def _run_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -64,13 +64,9 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """What a tensor without a storage is made of; the tensor itself when that can't be reached (mkldnn)."""
-    names = {
-        torch.sparse_coo: ("_values", "_indices"),
-        torch.sparse_csr: ("values", "crow_indices", "col_indices"),
-        torch.sparse_bsr: ("values", "crow_indices", "col_indices"),
-        torch.sparse_csc: ("values", "ccol_indices", "row_indices"),
-        torch.sparse_bsc: ("values", "ccol_indices", "row_indices"),
-    }
+    # Only their values: indices are shared by unrelated tensors of one pattern (``y + y`` of a CSR tensor).
+    names = dict.fromkeys((torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc), ("values",))
+    names[torch.sparse_coo] = ("_values",)
     try:
         with no_torch_dispatch(), torch.no_grad():
             parts = [getattr(tensor, name)() for name in names.get(tensor.layout, ())]

@@ -874,4 +874,4 @@ def test_an_assignment_to_data_is_a_write() -> None:
             return y + z
 
     (violation,) = check_program(exported(Program(), torch.ones(3)))
-    assert violation.op == "Tensor.data" and violation.role == "result"
+    assert violation.op == "Tensor.data" and violation.role == "source"

@@ -683,3 +683,15 @@ def test_tracing_only_takes_fake_tensors_whose_mode_is_off() -> None:
         fake = torch.ones(3)
     with pytest.raises(ToMutationError), ToMutationGuard(when="tracing"):
         fake.to("cpu").add_(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_parameter_may_be_put_back_converted(dtype: torch.dtype) -> None:
+    linear = nn.Linear(2, 2)
+    with ToMutationGuard():
+        for parameter in linear.parameters():
+            parameter.data = parameter.data.to(dtype)
+    assert linear.weight.dtype == dtype
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        linear.weight.data.to(torch.float32)
+        linear.weight.data = torch.zeros(2, 2)

@@ -246,3 +246,14 @@ def test_running_statistics(norm: Any, shape: Any, strict: bool | None, statisti
     with ToMutationGuard() as guard:
         run(Model().eval())
     assert guard.violations == [] and guard.conversions == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_tensors_of_one_pattern_are_not_one_memory() -> None:
+    matrix = torch.eye(3).to_sparse_csr()
+    with ToMutationGuard():
+        matrix.to("cpu")
+        (matrix + matrix).mul_(2)
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        matrix.to("cpu")
+        matrix.values().mul_(2)

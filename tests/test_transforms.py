@@ -268,3 +268,30 @@ def test_callbacks_of_a_loss(way: str) -> None:
     loss = nn.TripletMarginWithDistanceLoss(distance_function=distance)
     with pytest.raises(ToMutationError), ToMutationGuard():
         ALL[way](loss, (torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3)))
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_bodies_of_subclasses_and_composites_where_another_function_mode_is_on(below: bool) -> None:
+    def bad(x: Tensor) -> Tensor:
+        y = x.clone().to("cpu")
+        return y.add_(1)
+
+    class Subclass(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.sin:
+                with torch._C.DisableTorchFunctionSubclass():
+                    bad(args[0])
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    with torch.library._scoped_library("dispatch_guard_tests", "FRAGMENT") as library:
+        library.define("composite(Tensor x) -> Tensor")
+        library.impl("composite", bad, "CompositeImplicitAutograd")
+        for run in (
+            lambda: torch.sin(torch.ones(3).as_subclass(Subclass)),
+            lambda: torch.ops.dispatch_guard_tests.composite(torch.ones(3)),
+        ):
+            with torch.device("cpu") if below else contextlib.nullcontext():
+                with pytest.raises(ToMutationError), ToMutationGuard():
+                    with contextlib.nullcontext() if below else torch.device("cpu"):
+                        run()
