@@ -202,14 +202,23 @@ def dispatch_hop(hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def functionalizing() -> bool:
-    """Whether torch.func.functionalize is the innermost transform at work (2.6, 2.13, 2.14).
+    """Whether torch.func.functionalize is among the transforms at work (2.13, 2.14).
 
     It makes writes pure before any dispatch mode sees them.
     """
     if not functorch_depth():
         return False
-    interpreter = torch._C._functorch.peek_interpreter_stack()
-    return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Functionalize
+    functionalize = torch._C._functorch.TransformType.Functionalize
+    return any(interpreter.key() == functionalize for interpreter in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def count_writes(tensor: torch.Tensor) -> int:
+    """How often what functionalize() has put around a tensor's memory was written (2.13, 2.14)."""
+    while _is_functorch_wrapped(tensor):
+        if torch._C._functorch.is_functionaltensor(tensor):
+            return int(torch._functionalize_mutation_counter(tensor))
+        tensor = _functorch_get_unwrapped(tensor)
+    return 0
 
 
 def dispatch_overload(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,12 +13,12 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from ._compat import functionalizing, subclasses_enabled
-from .mutations import hides_out, is_composite_of_user
+from .mutations import hides_out, is_composite_of_user, write_plan
 from .sites import Place, module_path
 from .source import conversion_at
 from .violations import Conversion, Role, TensorMeta
@@ -252,7 +252,7 @@ class Kind(Enum):
     BODIES = auto()  # it runs code of the user's, which has to be seen too
     WRITE = auto()  # it writes its first argument, and no operator shows that
     HIDES_OUT = auto()  # it writes its ``out``, and no operator shows that
-    IN_PLACE = auto()  # it writes its first argument; functionalize() hides that from operators
+    MAY_WRITE = auto()  # it may write arguments; functionalize() hides that from operators
 
 
 _IN_PLACE_OPERATORS: Final = {
@@ -275,12 +275,26 @@ def _kind_of(func: Any) -> Kind:
         kind = Kind.DROPOUT
     elif hides_out(func):
         kind = Kind.HIDES_OUT
-    elif name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES):
-        kind = Kind.IN_PLACE
+    elif _is_in_place(name) or _may_write(func):
+        kind = Kind.MAY_WRITE
     else:
         kind = Kind.PLAIN
     _kinds[func] = kind
     return kind
+
+
+def _is_in_place(name: str) -> bool:
+    return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES)
+
+
+def _may_write(func: Any) -> bool:
+    """Whether a function of torch may write an argument though its name does not say so."""
+    if isinstance(func, OpOverload):
+        return write_plan(func) is not None
+    if isinstance(func, OpOverloadPacket):
+        return any(write_plan(getattr(func, name)) is not None for name in func.overloads())
+    code = getattr(func, "__code__", None)  # F.relu(inplace=True), F.embedding(max_norm=1.0), batch_norm
+    return code is not None and not {"inplace", "max_norm", "training", "use_input_stats"}.isdisjoint(code.co_varnames)
 
 
 @functools.cache
@@ -299,12 +313,14 @@ class ConversionMode(TorchFunctionMode):
         on_bodies: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         on_subclasses: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any],
         on_write: Callable[[str, str, torch.Tensor, Any], None],
+        on_functionalized: Callable[[Any, tuple[Any, ...], dict[str, Any], bool], Any],
     ) -> None:
         self.on_conversion = on_conversion
         self.on_alias = on_alias
         self.on_bodies = on_bodies
         self.on_subclasses = on_subclasses
         self.on_write = on_write
+        self.on_functionalized = on_functionalized
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -325,8 +341,12 @@ class ConversionMode(TorchFunctionMode):
                 self.on_write(WRITES[func], "self", args[0], value)
             elif kind is Kind.HIDES_OUT and kwargs and "out" in kwargs:
                 self.on_write(f"aten.{func.__name__.split('.')[0]}.out", "out", kwargs["out"], None)
-            elif kind is Kind.IN_PLACE and functionalizing() and args and isinstance(args[0], torch.Tensor):
-                self.on_write(f"Tensor.{func.__name__}", "self", args[0], None)
+            elif kind is Kind.MAY_WRITE and functionalizing():
+                return self.on_functionalized(func, args, kwargs or {}, _is_in_place(func.__name__))
         if types and any(map(_overrides, types)) and subclasses_enabled():  # their __torch_function__ is users' code
             return self.on_subclasses(func, types, args, kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
+        if not kwargs:
+            return func(*args)
+        if "out" in kwargs and functionalizing():
+            return self.on_functionalized(func, args, kwargs, False)
+        return func(*args, **kwargs)

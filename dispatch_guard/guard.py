@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import ParamSpec, Self
 
@@ -28,7 +29,7 @@ from .report import advice, report, role_of
 from .sites import Place, here, inplace_module, module_path
 from .source import call_at, write_at
 from .storages import keys_of, lives_of
-from .violations import Conversion, Role, ToMutationError, ToMutationWarning, Violation
+from .violations import Conversion, Role, Site, ToMutationError, ToMutationWarning, Violation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -131,11 +132,16 @@ class ToMutationGuard(TorchDispatchMode):
         self._error = None
         self._inside = 0
         if not self._deferred:
-            _allowances.traces.clear()
+            _allowances.forget()
         self._logging = _log.isEnabledFor(logging.DEBUG)
         self._thread = threading.get_ident()
         self._function_mode = ConversionMode(
-            self._on_conversion, self._on_alias, self._on_bodies, self._on_subclasses, self._on_write
+            self._on_conversion,
+            self._on_alias,
+            self._on_bodies,
+            self._on_subclasses,
+            self._on_write,
+            self._on_functionalized,
         )
         _compat.process_flags.enter()
         super().__enter__()
@@ -170,7 +176,7 @@ class ToMutationGuard(TorchDispatchMode):
             pass  # it is in self._error
         finally:
             if not self._deferred:
-                _allowances.traces.clear()
+                _allowances.forget()
         if exc is not None and self.on_violation == "raise":
             self._error = self._error or self._refused_swap(exc)
         self._ledger.clear()
@@ -261,6 +267,20 @@ class ToMutationGuard(TorchDispatchMode):
             for (key, gone), (other, other_gone) in zip(lives_of(result), lives_of(given)):
                 if key != other:
                     self._ledger.join(key, gone, other, other_gone)
+        return result
+
+    def _on_functionalized(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes_first: bool) -> Any:
+        """A call under functionalize(), which shows no mode what is written: ask its counters, once it has run."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if writes_first and tensors:
+            self._on_write(f"Tensor.{func.__name__}", "self", tensors.pop(0))
+        before = [(tensor, _compat.count_writes(tensor), self._ledger.find(keys_of(tensor))) for tensor in tensors]
+        result = func(*args, **kwargs)
+        for tensor, count, side in before:
+            if side is not None and _compat.count_writes(tensor) != count:
+                name = getattr(func, "__name__", str(func))
+                with _compat.no_torch_function():
+                    self._report(violation_of(f"Tensor.{name}", "self", tensor, side, here()))
         return result
 
     def _is_put_back(self, tensor: torch.Tensor, value: Any) -> bool:
@@ -488,7 +508,7 @@ def violation_of(
         site=where,
         module=module_path(place),
         conversion=conversion,
-        allowed=_allowances.reason_for(place),
+        allowed=_allowances.reason_for(place, site),
         expression=expression,
         written=meta_of(tensor),
         help=advice(op, argument, conversion, written, where, inplace_module(place), role),
@@ -653,11 +673,21 @@ class _Allowances(threading.local):
         self.reasons: list[str] = []
         # The reason by a node's stack trace and name: strict export runs Dynamo's graph, not the user's code.
         self.traces: dict[tuple[str, str], str] = {}
+        self.lines: dict[tuple[str, int], str] = {}  # those in force at lines that a guard has let through
 
-    def reason_for(self, place: Place | None) -> str | None:
+    def reason_for(self, place: Place | None, site: Site | None) -> str | None:
+        line = (site.filename, site.lineno) if site else ("", 0)
         if self.reasons:
+            self.lines[line] = self.reasons[-1]
             return self.reasons[-1]
-        return self.traces.get((place.stack_trace, place.node_name)) if place and place.stack_trace else None
+        if place is None or not place.stack_trace:
+            return None
+        # A graph is being run: one that Dynamo made, or an exported one (run_decompositions() in the same guard).
+        return self.traces.get((place.stack_trace, place.node_name)) or self.lines.get(line)
+
+    def forget(self) -> None:
+        self.traces.clear()
+        self.lines.clear()
 
 
 _allowances = _Allowances()

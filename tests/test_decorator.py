@@ -381,3 +381,10 @@ def test_a_function_that_may_write(strict: bool) -> None:
     torch.testing.assert_close(
         torch.compile(Program(), backend="eager", fullgraph=True)(torch.ones(3)), torch.ones(3) + 1
     )
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_allowed_write_stays_allowed_as_the_program_is_decomposed(strict: bool) -> None:
+    with ToMutationGuard() as guard:
+        torch.export.export(Allowing(True), (torch.ones(3),), strict=strict).run_decompositions()
+    assert {violation.allowed for violation in guard.violations} == {"y is private"}

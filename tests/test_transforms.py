@@ -295,3 +295,38 @@ def test_bodies_of_subclasses_and_composites_where_another_function_mode_is_on(b
                 with pytest.raises(ToMutationError), ToMutationGuard():
                     with contextlib.nullcontext() if below else torch.device("cpu"):
                         run()
+
+
+HIDDEN_WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "method": lambda z: z.add_(1),
+    "item": lambda z: z.__setitem__(0, 1),
+    "out": lambda z: torch.sin(torch.ones(3), out=z),
+    "outs": lambda z: torch.max(torch.ones(2, 3), 0, out=(z, torch.empty(3, dtype=torch.long))),
+    "foreach": lambda z: torch._foreach_add_([z], 1),
+    "inplace": lambda z: F.relu(z, inplace=True),
+    "positional inplace": lambda z: F.relu(z, True),
+    "module": nn.ReLU(inplace=True),
+    "operator": lambda z: torch.ops.aten.add_(z, 1),
+    "overload": lambda z: torch.ops.aten.add_.Tensor(z, 1),
+    "statistics": lambda z: F.batch_norm(torch.rand(2, 3), z, torch.ones(3), training=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", HIDDEN_WRITES)
+def test_writes_that_functionalize_makes_pure(name: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        z = x * 1
+        y = z.to("cpu")
+        HIDDEN_WRITES[name](z)
+        return y.sum()
+
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        functionalize(program)(torch.ones(3))
+    with ToMutationGuard(on_violation="record") as guard:
+        functionalize(program)(torch.ones(3))
+    assert len(guard.violations) == 1
+    if name in ("method", "item", "inplace", "module", "operator"):
+        for inside in (lambda: functionalize(grad(program))(X[0]), lambda: functionalize(vmap(program))(X)):
+            with pytest.raises(ToMutationError), ToMutationGuard():
+                inside()
