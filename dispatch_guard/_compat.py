@@ -221,6 +221,11 @@ def count_writes(tensor: torch.Tensor) -> int:
     return 0
 
 
+_AUTOCAST_KEYS = [key for name, key in vars(torch._C.DispatchKey).items() if name.startswith("Autocast")]
+_AUTOCAST = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _AUTOCAST_KEYS))
+_FALLTHROUGH = [torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceOrView, *_AUTOCAST_KEYS]
+
+
 def dispatch_overload(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)`` from below ``__torch_function__`` on, as the dispatcher does it (2.13, 2.14)."""
     if isinstance(func, torch._ops.OpOverloadPacket):
@@ -230,7 +235,17 @@ def dispatch_overload(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     keys = functools.reduce(
         operator.or_, map(torch._C._dispatch_keys, tensors), torch._C._dispatch_tls_local_include_set()
     )
-    return func.redispatch(keys - torch._C._dispatch_tls_local_exclude_set(), *args, **kwargs)
+    keys = keys - torch._C._dispatch_tls_local_exclude_set()
+    for key in _FALLTHROUGH:  # redispatch() must not be given those that it would have to skip
+        if keys.has(key) and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+            keys = keys.remove(key)
+    return func.redispatch(keys, *args, **kwargs)
+
+
+def can_dispatch_overload(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether :func:`dispatch_overload` can run this call: traced without tensors, only the dispatcher can."""
+    tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return not is_tracing() or any(True for _ in tensors)
 
 
 def defining_module(func: Any) -> str:
@@ -248,12 +263,24 @@ def can_run_kernel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(tensors) and plain and not dispatch_stack_depth() and not functorch_depth()
 
 
-def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)`` from below the modes on, so that they can be on while the kernel runs (2.13, 2.14)."""
+def autocast_state() -> Any:
+    """The autocast keys that are turned off; a dispatch mode's handler finds all of them so (2.13, 2.14)."""
+    return torch._C._dispatch_tls_local_exclude_set() & _AUTOCAST
+
+
+def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Any) -> Any:
+    """``func(*args, **kwargs)`` from below the modes on, so that they can be on while the kernel runs (2.13, 2.14).
+
+    ``autocast`` is what :func:`autocast_state` was as ``func`` was called.
+    """
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    excluded = torch._C._dispatch_tls_local_exclude_set()
     keys = functools.reduce(operator.or_, map(torch._C._dispatch_keys, tensors))
-    keys = (keys & torch._C._after_autograd_keyset) - torch._C._dispatch_tls_local_exclude_set()
-    return func.redispatch(keys, *args, **kwargs)
+    keys = (keys & torch._C._after_autograd_keyset) - excluded
+    if autocast is not None:
+        excluded = (excluded - _AUTOCAST) | autocast
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        return func.redispatch(keys, *args, **kwargs)
 
 
 @contextlib.contextmanager

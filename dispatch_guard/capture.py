@@ -21,6 +21,7 @@ from torch._dispatch.python import enable_python_dispatcher  # 2.6, 2.13, 2.14
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.fx.passes.shape_prop import _extract_tensor_metadata  # 2.6, 2.13, 2.14
 from torch.utils import _pytree as pytree
 
@@ -320,6 +321,8 @@ def _submodule(gm: fx.GraphModule, arg: Any) -> fx.GraphModule | None:
     module = operator.attrgetter(str(arg.target))(gm)
     return module if isinstance(module, fx.GraphModule) else None
 
+
+_READ_STORAGE: Final = ("aten::as_strided", "aten::as_strided_copy")
 
 # ---- reading a graph: which memory each node stands for, what was converted, what is written
 
@@ -734,6 +737,11 @@ def _refresh_graph(gm: fx.GraphModule, stale: set[fx.Node]) -> None:
             _refresh_bodies(gm, node, stale)
         elif reads_stale and node.target is operator.getitem:
             _update_value(node, _values(node.args[0])[node.args[1]], stale)
+        elif _reads_around(node, reads_stale):
+            raise ValueError(
+                f"{node.target} reads memory beside what was converted, which a copy has not{_at(node)}; "
+                "convert what it returns instead"
+            )
         elif isinstance(node.target, OpOverload) and (_is_captured(node) or reads_stale) and _can_run(node):
             args, kwargs = _detached(_values(node.args)), _detached(_values(node.kwargs))
             try:
@@ -785,7 +793,27 @@ def _update_value(node: fx.Node, value: Any, stale: set[fx.Node]) -> None:
 def _layout_of(value: Any) -> list[str]:
     """All that a copy may change, as text: symbols print as what they are."""
     leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return [f"{tuple(leaf.shape)} {tuple(leaf.stride())} {leaf.dtype} {leaf.device}" for leaf in leaves]
+    return [f"{tuple(leaf.shape)} {_memory_of(leaf)} {leaf.dtype} {leaf.device}" for leaf in leaves]
+
+
+def _memory_of(tensor: torch.Tensor) -> str:
+    if tensor.layout != torch.strided:
+        return str(tensor.layout)
+    return f"{tuple(tensor.stride())} {tensor.storage_offset()}"
+
+
+def _reads_around(node: fx.Node, reads_stale: bool) -> bool:
+    """Whether ``node`` looks at memory beside a copy: strides and offsets count from the start of a storage."""
+    if not isinstance(node.target, OpOverload) or node.target._schema.name not in _READ_STORAGE:
+        return False
+    source: Any = node.args[0]
+    while isinstance(source, fx.Node) and source.args and not _is_captured(source):
+        source = source.args[0]
+    if not isinstance(source, fx.Node) or not _is_captured(source):
+        return False
+    result, copy = node.meta["val"], source.meta["val"]
+    reach = result.storage_offset() + sum((size - 1) * step for size, step in zip(result.shape, result.stride()))
+    return reads_stale or not guard_or_false(reach < copy.numel())
 
 
 def _detached(tree: Any) -> Any:

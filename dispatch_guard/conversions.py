@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from ._compat import functionalizing, subclasses_enabled
-from .mutations import hides_out, is_composite_of_user, write_plan
+from .mutations import has_user_kernel, hides_out, is_composite_of_user, overloads_of, write_plan
 from .sites import Place, module_path
 from .source import conversion_at
 from .violations import Conversion, Role, TensorMeta
@@ -252,6 +252,7 @@ class Kind(Enum):
     BODIES = auto()  # it runs code of the user's, which has to be seen too
     WRITE = auto()  # it writes its first argument, and no operator shows that
     HIDES_OUT = auto()  # it writes its ``out``, and no operator shows that
+    KERNEL = auto()  # it is an operator of the user's
     MAY_WRITE = auto()  # it may write arguments; functionalize() hides that from operators
 
 
@@ -273,6 +274,8 @@ def _kind_of(func: Any) -> Kind:
         kind = Kind.BODIES
     elif name.split(".")[0] == "dropout" and getattr(func, "__module__", None) in _DROPOUT_MODULES:
         kind = Kind.DROPOUT
+    elif any(map(has_user_kernel, overloads_of(func))):
+        kind = Kind.KERNEL
     elif hides_out(func):
         kind = Kind.HIDES_OUT
     elif _is_in_place(name) or _may_write(func):
@@ -311,6 +314,7 @@ class ConversionMode(TorchFunctionMode):
         on_conversion: Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any],
         on_alias: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         on_bodies: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        on_kernel: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         on_subclasses: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any],
         on_write: Callable[[str, str, torch.Tensor, Any], None],
         on_functionalized: Callable[[Any, tuple[Any, ...], dict[str, Any], bool], Any],
@@ -318,6 +322,7 @@ class ConversionMode(TorchFunctionMode):
         self.on_conversion = on_conversion
         self.on_alias = on_alias
         self.on_bodies = on_bodies
+        self.on_kernel = on_kernel
         self.on_subclasses = on_subclasses
         self.on_write = on_write
         self.on_functionalized = on_functionalized
@@ -336,6 +341,8 @@ class ConversionMode(TorchFunctionMode):
                 return self.on_alias(func, args, kwargs or {})
             if kind is Kind.BODIES:
                 return self.on_bodies(func, args, kwargs or {})
+            if kind is Kind.KERNEL:
+                return self.on_kernel(func, args, kwargs or {})
             if kind is Kind.WRITE:
                 value = args[1] if WRITES[func] == "Tensor.data" else None
                 self.on_write(WRITES[func], "self", args[0], value)

@@ -110,6 +110,7 @@ class ToMutationGuard(TorchDispatchMode):
         self._ledger: Ledger[Side] = Ledger()
         self._error: ToMutationError | None = None  # raised once, and raised again on leaving if it got lost
         self._function_mode: ConversionMode | None = None
+        self._autocast: Any = None  # what it was as a user's operator was called
         self._inside = 0  # how many of our dispatch handlers are running: conversions in there are torch's own
         self._depth = 0
         self._thread = 0
@@ -139,6 +140,7 @@ class ToMutationGuard(TorchDispatchMode):
             self._on_conversion,
             self._on_alias,
             self._on_bodies,
+            self._on_kernel,
             self._on_subclasses,
             self._on_write,
             self._on_functionalized,
@@ -235,7 +237,7 @@ class ToMutationGuard(TorchDispatchMode):
                 return self._run_higher_order(func, args, kwargs)
             if has_user_kernel(func) and _compat.can_run_kernel(args, kwargs):
                 with self._watching_body(), self._watching_functions():
-                    return _compat.run_kernel(func, args, kwargs)
+                    return _compat.run_kernel(func, args, kwargs, self._autocast)
         self._inside += 1
         try:
             return func(*args, **kwargs)
@@ -361,6 +363,8 @@ class ToMutationGuard(TorchDispatchMode):
     def _on_bodies(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._other_function_modes():
             return self._after_others(func, args, kwargs)
+        if isinstance(func, (OpOverload, OpOverloadPacket)) and not _compat.can_dispatch_overload(args, kwargs):
+            return func(*args, **kwargs)
         with self._watching_functions():
             if isinstance(func, HigherOrderOperator):
                 return _compat.dispatch_hop(func, args, kwargs)
@@ -373,6 +377,13 @@ class ToMutationGuard(TorchDispatchMode):
         assert self._function_mode is not None
         with _compat.lowest_function_mode(self._function_mode):
             return func(*args, **kwargs)
+
+    def _on_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outer, self._autocast = self._autocast, _compat.autocast_state()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._autocast = outer
 
     @staticmethod
     def _other_function_modes() -> bool:

@@ -117,10 +117,17 @@ def has_user_kernel(func: Any) -> bool:
     return not defining_module(func).startswith("torch.")
 
 
+def overloads_of(func: Any) -> list[Any]:
+    """An operator's overloads: all of a packet's, an overload itself; of anything else none."""
+    if isinstance(func, OpOverloadPacket):
+        return [getattr(func, name) for name in func.overloads()]
+    return [func] if isinstance(func, OpOverload) else []
+
+
 def is_composite_of_user(func: Any) -> bool:
     """Whether ``func`` is a user's operator that runs as the operators it is made of, before any mode sees it."""
-    overloads = [getattr(func, name) for name in func.overloads()] if isinstance(func, OpOverloadPacket) else [func]
-    return all(
+    overloads = overloads_of(func)
+    return bool(overloads) and all(
         has_user_kernel(overload)
         and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
         for overload in overloads

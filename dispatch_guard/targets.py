@@ -17,7 +17,7 @@ import torch
 
 from .capture import check_program, count_conversions
 from .guard import ToMutationGuard
-from .violations import Violation
+from .violations import ToMutationError, Violation
 
 _DTYPES = {
     "f16": torch.float16,
@@ -74,12 +74,16 @@ def check(
         return _check_saved(target, quiet)
     module, args, kwargs = _made_by(target, inputs)
     guard = ToMutationGuard(on_violation="record")
-    if eager:
-        with reporting("running it"), guard:
-            module(*args, **kwargs)
-    else:
-        with reporting("exporting it"), quiet, guard:
-            torch.export.export(module, args, kwargs, strict=strict)
+    with reporting("running it" if eager else "exporting it"), contextlib.nullcontext() if eager else quiet:
+        try:
+            with guard:
+                if eager:
+                    module(*args, **kwargs)
+                else:
+                    torch.export.export(module, args, kwargs, strict=strict)
+        except ToMutationError as error:  # of a guard of the user's own
+            if error.violation not in guard.violations:
+                guard.violations.append(error.violation)
     return Seen(guard.violations, guard.conversions)
 
 

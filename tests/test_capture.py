@@ -875,3 +875,21 @@ def test_an_assignment_to_data_is_a_write() -> None:
 
     (violation,) = check_program(exported(Program(), torch.ones(3)))
     assert violation.op == "Tensor.data" and violation.role == "source"
+
+
+def test_a_copy_whose_surroundings_are_read_is_refused() -> None:
+    class Around(nn.Module):
+        def __init__(self, part: Any, reach: int) -> None:
+            super().__init__()
+            self.part, self.reach = part, reach
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x[self.part].to("cpu").as_strided((self.reach,), (1,), 0)
+
+    x = torch.arange(16.0).view(4, 4)
+    for part, reach in (((slice(None), slice(1, None)), 2), (slice(1, None), 2), (slice(None, 2), 9)):
+        with pytest.raises(ValueError, match="reads memory beside what was converted"):
+            capture_conversions(exported(Around(part, reach), x))
+    for part, reach in ((slice(None), 16), (slice(None, 2), 8)):
+        captured = capture_conversions(exported(Around(part, reach), x))
+        assert same(captured.module()(x), x.view(-1)[:reach]) and captured.captured == 1

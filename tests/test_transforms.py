@@ -330,3 +330,40 @@ def test_writes_that_functionalize_makes_pure(name: str) -> None:
         for inside in (lambda: functionalize(grad(program))(X[0]), lambda: functionalize(vmap(program))(X)):
             with pytest.raises(ToMutationError), ToMutationGuard():
                 inside()
+
+
+def test_operators_of_the_user_run_as_without_the_guard() -> None:
+    with torch.library._scoped_library("dispatch_guard_tests", "FRAGMENT") as library:
+        library.define("product(Tensor x) -> Tensor")
+        library.impl("product", lambda x: x @ x, "CompositeImplicitAutograd")
+        library.define("kernel(Tensor x) -> Tensor")
+        library.impl("kernel", lambda x: (x @ x).clone(), "CPU")
+        library.define("ones(int n) -> Tensor")
+        library.impl("ones", lambda n: torch.ones(n), "CompositeImplicitAutograd")
+        ops = torch.ops.dispatch_guard_tests
+        programs: list[Callable[[Tensor], Tensor]] = [
+            lambda x: ops.product(x),
+            lambda x: ops.kernel(x),
+            lambda x: ops.kernel.default(x),
+            lambda x: x + ops.ones(3),
+        ]
+        x = torch.full((3, 3), 1.01)
+        for program in programs:
+            for autocast in (False, True):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    plain = program(x)
+                    with ToMutationGuard():
+                        guarded = program(x)
+                assert plain.dtype == guarded.dtype
+                torch.testing.assert_close(plain, guarded, rtol=0, atol=0)
+
+        class Program(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                with torch.autocast("cpu", torch.bfloat16):
+                    return ops.product(x) + ops.ones(3)
+
+        for strict in (False, True):
+            unguarded = torch.export.export(Program(), (x,), strict=strict)
+            with ToMutationGuard():
+                program_under_guard = torch.export.export(Program(), (x,), strict=strict)
+            assert str(unguarded.graph) == str(program_under_guard.graph)
