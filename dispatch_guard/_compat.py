@@ -95,6 +95,10 @@ def top_dispatch_mode() -> TorchDispatchMode | None:
     return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
 
 
+def dispatch_modes() -> list[TorchDispatchMode]:
+    return [torch._C._get_dispatch_stack_at(i) for i in range(dispatch_stack_depth())]
+
+
 def function_modes() -> list[TorchFunctionMode]:
     return [torch._C._get_function_stack_at(i) for i in range(function_stack_depth())]
 
@@ -260,7 +264,7 @@ def can_run_kernel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether below the mode at hand nothing but the kernel is left: no mode, no subclass, a tensor to choose it by."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
-    return bool(tensors) and plain and not dispatch_stack_depth() and not functorch_depth()
+    return bool(tensors) and plain and not functorch_depth()
 
 
 def autocast_state() -> Any:

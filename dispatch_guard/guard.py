@@ -235,8 +235,13 @@ class ToMutationGuard(TorchDispatchMode):
                 self._check_writes(func, args, kwargs)
             if isinstance(func, HigherOrderOperator):
                 return self._run_higher_order(func, args, kwargs)
-            if has_user_kernel(func) and _compat.can_run_kernel(args, kwargs):
-                with self._watching_body(), self._watching_functions():
+            if has_user_kernel(func) and _compat.can_run_kernel(args, kwargs) and self._only_guards_below():
+                for guard in self._guards_below():
+                    guard._check_writes(func, args, kwargs)
+                with contextlib.ExitStack() as watching:
+                    for guard in (*self._guards_below(), self):
+                        watching.enter_context(guard._watching_functions())
+                    watching.enter_context(self._watching_body())
                     return _compat.run_kernel(func, args, kwargs, self._autocast)
         self._inside += 1
         try:
@@ -384,6 +389,13 @@ class ToMutationGuard(TorchDispatchMode):
             return func(*args, **kwargs)
         finally:
             self._autocast = outer
+
+    @staticmethod
+    def _guards_below() -> list[ToMutationGuard]:
+        return [mode for mode in _compat.dispatch_modes() if isinstance(mode, ToMutationGuard)]
+
+    def _only_guards_below(self) -> bool:
+        return len(self._guards_below()) == _compat.dispatch_stack_depth()
 
     @staticmethod
     def _other_function_modes() -> bool:
