@@ -1,8 +1,18 @@
-"""Find in-place writes to tensors that have been through ``to()``, while a program is exported or run."""
+"""Find in-place writes to tensors that have been through ``to()``, while a program is exported or run.
 
-from .capture import CapturedProgram, capture_conversions, check_program, export
-from .guard import ToMutationGuard, allow_mutation
-from .violations import Conversion, Site, TensorMeta, ToMutationError, ToMutationWarning, Violation
+What is here is loaded as it is first used: pytest imports the package in every run, for the plugin in it, and must not
+load torch each time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .capture import CapturedProgram, capture_conversions, check_program, export
+    from .guard import ToMutationGuard, allow_mutation
+    from .violations import Conversion, Site, TensorMeta, ToMutationError, ToMutationWarning, Violation
 
 __all__ = [
     "CapturedProgram",
@@ -18,3 +28,22 @@ __all__ = [
     "check_program",
     "export",
 ]
+
+_HOMES = {
+    "capture": ("CapturedProgram", "capture_conversions", "check_program", "export"),
+    "guard": ("ToMutationGuard", "allow_mutation"),
+    "violations": ("Conversion", "Site", "TensorMeta", "ToMutationError", "ToMutationWarning", "Violation"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,93 +1,63 @@
-"""What ``pytest --to-mutation-guard`` does: guards every export of a test run and lists the violations at its end.
-
-``pytest_dispatch_guard`` is what pytest loads; it loads this, and torch, only when asked for.
-"""
+"""The pytest plugin, as pytest loads it in every run: off, and without torch, until asked for."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from .exports import guarding_exports
-from .guard import OnViolation, ToMutationGuard
-from .report import render
+if TYPE_CHECKING:
+    from .guard import ToMutationGuard
 
-_COLLECTING = "(while tests were collected)"
+_MARKER = """\
+to_mutation_guard(policy="any", on_violation="raise"): guard the whole test with a dispatch_guard.ToMutationGuard \
+that is made with these arguments."""
 
 
-class ExportGuard:
-    """The plugin of one process: a worker of pytest-xdist hands what it has seen to the others with its reports.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("dispatch_guard").addoption(
+        "--to-mutation-guard",
+        nargs="?",
+        const="record",
+        choices=("record", "raise"),
+        help="guard every torch.export.export of the run and list the violations at its end; with =raise the export "
+        "raises at the first one",
+    )
 
-    Args:
-        on_violation: ``"record"`` or ``"raise"``.
-    """
 
-    def __init__(self, on_violation: OnViolation) -> None:
-        self._nodeid = _COLLECTING
-        self._unsent = _nothing()  # of this process, since the last report
-        self._seen = _nothing()  # of all processes
-        self._guarding = contextlib.ExitStack()
-        self._guarding.enter_context(guarding_exports(self._count, on_violation=on_violation))
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARKER)
+    on_violation = config.getoption("--to-mutation-guard")
+    if on_violation is not None:
+        from .export_guard import ExportGuard
 
-    def _count(self, guard: ToMutationGuard) -> None:
-        self._unsent["exports"] += 1
-        self._unsent["conversions"] += guard.conversions
-        self._unsent["violations"] += [
-            (self._nodeid, repr((violation.site, violation.conversion.site, violation.op)), render(violation))
-            for violation in guard.violations
-            if violation.allowed is None
-        ]
+        config.pluginmanager.register(ExportGuard(on_violation), "dispatch_guard_exports")
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        self._nodeid = item.nodeid
-        try:
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    guard: ToMutationGuard | None = getattr(item, "funcargs", {}).get("to_mutation_guard")
+    if guard is None and item.get_closest_marker("to_mutation_guard") is not None:
+        guard = _guard_for(item)
+    if guard is None:
+        return (yield)
+    try:
+        with guard:
             return (yield)
-        finally:
-            self._nodeid = _COLLECTING
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        report = yield
-        vars(report)["to_mutations"] = self._unsent
-        self._unsent = _nothing()
-        return report
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        _add(self._seen, getattr(report, "to_mutations", _nothing()))
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        _add(self._seen, self._unsent)
-        violations = self._seen["violations"]
-        counts = (
-            f"{self._seen['exports']} exports, {self._seen['conversions']} conversions, {len(violations)} violations"
-        )
-        terminalreporter.write_sep("=", "to_mutation_guard")
-        tests: dict[str, dict[str, int]] = {}  # how often each test met each place
-        texts: dict[str, str] = {}
-        for nodeid, place, text in violations:
-            texts.setdefault(place, text)
-            met = tests.setdefault(place, {})
-            met[nodeid] = met.get(nodeid, 0) + 1
-        for place, text in texts.items():
-            terminalreporter.write_line(text + "\n")
-            for nodeid, times in tests[place].items():
-                terminalreporter.write_line(f"  in {nodeid}" + (f" ({times} times)" if times > 1 else ""))
-            terminalreporter.write_line("")
-        terminalreporter.write_line(counts, red=bool(violations))
-
-    def pytest_unconfigure(self) -> None:
-        self._guarding.close()
+    finally:
+        if guard.on_violation == "record":
+            item.add_report_section("call", "to_mutation_guard", guard.report())
 
 
-def _nothing() -> dict[str, Any]:
-    """Plain values only: pytest-xdist sends them to another process, and other plugins write them as JSON."""
-    return {"exports": 0, "conversions": 0, "violations": []}
+@pytest.fixture
+def to_mutation_guard(request: pytest.FixtureRequest) -> ToMutationGuard:
+    """A ``dispatch_guard.ToMutationGuard`` that is active while the test runs, made as its marker of this name says."""
+    return _guard_for(request.node)
 
 
-def _add(total: dict[str, Any], more: dict[str, Any]) -> None:
-    for name, value in more.items():
-        total[name] += value
+def _guard_for(item: pytest.Item) -> ToMutationGuard:
+    from .guard import ToMutationGuard
+
+    marker = item.get_closest_marker("to_mutation_guard")
+    return ToMutationGuard(*marker.args, **marker.kwargs) if marker else ToMutationGuard()

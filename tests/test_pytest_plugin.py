@@ -61,7 +61,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def runs(source: str, *arguments: str) -> pytest.RunResult:
         pytester.makepyfile(source)
-        plugins = ("-p", "pytest_dispatch_guard", "-p", "no:cacheprovider")
+        plugins = ("-p", "dispatch_guard.pytest_plugin", "-p", "no:cacheprovider")
         return pytester.run(sys.executable, "-m", "pytest", *plugins, "-W", "ignore", *arguments)
 
     return runs
