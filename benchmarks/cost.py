@@ -2,8 +2,8 @@
 
     python -m benchmarks.cost
 
-prints the table, and writes it with quartiles to ``benchmarks/cost.json`` and as a figure to ``benchmarks/cost.svg``.
-Each ratio is the median over pairs of runs in one process, the two of a pair in turn.
+prints the table and the curves of growth, and writes both with quartiles to ``benchmarks/cost.json`` and as a figure to
+``benchmarks/cost.svg``.  Each ratio is the median over pairs of runs in one process, the two of a pair in turn.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
+import timeit
+import tracemalloc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -131,6 +133,19 @@ def bert_base() -> Callable[[], object]:
     return run
 
 
+def resnet_50() -> Callable[[], object]:
+    from transformers import ResNetConfig, ResNetModel
+
+    torch.manual_seed(0)
+    model, pixels = ResNetModel(ResNetConfig()).eval(), torch.randn(1, 3, 224, 224)
+
+    def run() -> None:
+        with torch.no_grad():
+            model(pixels)
+
+    return run
+
+
 def export_of(name: str, strict: bool) -> Callable[[], object]:
     module, args = getattr(models, name)()
 
@@ -179,6 +194,64 @@ def training_ratios(repeats: int) -> list[float]:
     return ratios[2:]
 
 
+class Plain:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class TracingOnly:
+    @ToMutationGuard(when="tracing")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def decorator_microseconds(repeats: int) -> list[float]:
+    """What a call of a decorated method takes in eager mode beyond one of an undecorated one."""
+    plain, decorated, x = Plain(), TracingOnly(), torch.ones(3)
+    number = 5_000
+
+    def seconds(owner: Plain | TracingOnly) -> float:
+        return timeit.timeit(lambda: owner.forward(x), number=number) / number
+
+    return [1e6 * (seconds(decorated) - seconds(plain)) for _ in range(repeats)]
+
+
+def bytes_per_dead_conversion(repeats: int) -> list[float]:
+    def kept(number: int) -> float:
+        with ToMutationGuard():
+            torch.zeros(1).to("cpu")
+            tracemalloc.start()
+            before = tracemalloc.get_traced_memory()[0]
+            for _ in range(number):
+                torch.zeros(1).to("cpu")
+            kept = tracemalloc.get_traced_memory()[0] - before
+            tracemalloc.stop()
+        return kept
+
+    return [(kept(20_000) - kept(2_000)) / 18_000 for _ in range(repeats)]
+
+
+_PEAK = """
+import resource, torch
+from contextlib import nullcontext
+from benchmarks.cost import bert_base
+from dispatch_guard import ToMutationGuard
+torch.set_num_threads(1)
+run = bert_base()
+with {context}():
+    run()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def peak_ratios(repeats: int) -> list[float]:
+    def peak(context: str) -> int:
+        ran = subprocess.run([sys.executable, "-c", _PEAK.format(context=context)], check=True, capture_output=True)
+        return int(ran.stdout)
+
+    return [peak("ToMutationGuard") / peak("nullcontext") for _ in range(repeats)]
+
+
 def tags(number: int) -> Context:
     """A guard with so many live tags."""
 
@@ -199,7 +272,8 @@ def import_ratios(repeats: int) -> list[float]:
         subprocess.run([sys.executable, "-c", f"import {name}"], check=True)
         return time.perf_counter() - start
 
-    return [seconds("torch, dispatch_guard") / seconds("torch") for _ in range(repeats)]
+    ours = "torch; from dispatch_guard import ToMutationGuard"
+    return [seconds(ours) / seconds("torch") for _ in range(repeats)]
 
 
 def measure(quick: bool) -> list[Row]:
@@ -217,8 +291,12 @@ def measure(quick: bool) -> list[Row]:
     run = conversions_only
     rows.append(row("eager, conversions only", "no-op dispatch mode", paired(run, guard, NoOpDispatch, many), 2.0))
     rows.append(row("eager, BERT-base at 128 tokens", "bare", paired(bert_base(), guard, nullcontext, many // 2), 1.03))
+    rows.append(row("eager, ResNet-50 at 224 px", "bare", paired(resnet_50(), guard, nullcontext, many // 2), 1.03))
     rows.append(row("training step, decorated forward, small MLP", "bare", training_ratios(many), 1.25))
     rows.append(row("eager, 20,000 live tags", "20 live tags", paired(small, tags(20_000), tags(20), many // 2), 1.1))
+    rows.append(row("tracing decorator in eager, per call", "bare, microseconds", decorator_microseconds(many), 1.0))
+    rows.append(row("bytes kept per dead conversion", "-", bytes_per_dead_conversion(3), 0.0))
+    rows.append(row("peak memory, eager BERT-base", "bare", peak_ratios(few), 1.005))
     rows.append(row("import dispatch_guard", "import torch", import_ratios(few), 1.01))
     return rows + peers(small, many)
 
@@ -242,13 +320,82 @@ def peers(run: Callable[[], object], repeats: int) -> list[Row]:
     ]
 
 
-def draw(rows: list[Row], path: Path) -> None:
+# ---- growth
+
+Curve = list[tuple[int, float]]
+
+
+def operators(number: int) -> Callable[[], object]:
+    x = torch.ones(4)
+
+    def run() -> None:
+        for _ in range(number):
+            x.add(1)
+
+    return run
+
+
+def conversions(number: int) -> Callable[[], object]:
+    def run() -> None:
+        for _ in range(number):
+            torch.empty(4).to("cpu")
+
+    return run
+
+
+def view_depth(depth: int) -> Callable[[], object]:
+    view = torch.ones(4).to("cpu")
+    for _ in range(depth):
+        view = view.view(4)
+
+    def run() -> None:
+        for _ in range(100):
+            view.add(1)
+
+    return run
+
+
+def width(size: int) -> Callable[[], object]:
+    model, x = nn.Sequential(*(nn.Linear(size, size) for _ in range(20))), torch.randn(16, size)
+
+    def run() -> None:
+        with torch.no_grad():
+            model(x)
+
+    return run
+
+
+def growth(repeats: int) -> dict[str, Curve]:
+    """The guard against a no-op dispatch mode, as a program grows in one way."""
+    guard: Context = ToMutationGuard
+    small = small_modules()
+
+    def curve(make: Callable[[int], Callable[[], object]], sizes: tuple[int, ...]) -> Curve:
+        return [(n, statistics.median(paired(make(n), guard, NoOpDispatch, repeats))) for n in sizes]
+
+    curves = {
+        "operators": curve(operators, (100, 1_000, 10_000)),
+        "conversions": curve(conversions, (100, 1_000, 10_000)),
+        "live tags": [
+            (n, statistics.median(paired(small, tags(n), NoOpDispatch, repeats))) for n in (20, 200, 2_000, 20_000)
+        ],
+        "view depth": curve(view_depth, (1, 10, 100)),
+        "model size": curve(width, (16, 64, 256, 1_024)),
+    }
+    for name, points in curves.items():
+        print(f"{name:12}", "  ".join(f"{size:,}: {ratio:.2f}" for size, ratio in points), flush=True)
+    return curves
+
+
+def draw(rows: list[Row], curves: dict[str, Curve], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 0.28 * len(rows) + 1))
+    rows = [r for r in rows if "bytes" not in r.what and "microseconds" not in r.against]  # ratios only
+    height = 0.25 * len(rows)
+    figure, (axes, growing) = pyplot.subplots(2, figsize=(9, height + 4), height_ratios=[height, 3])
     names = [f"{r.what} / {r.against}" for r in rows]
     errors = [[r.median - r.low for r in rows], [r.high - r.median for r in rows]]
     axes.barh(names, [r.median for r in rows], xerr=errors, color="#4c72b0")
@@ -258,6 +405,13 @@ def draw(rows: list[Row], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("ratio (median and quartiles); red: the target")
     axes.invert_yaxis()
+    for name, points in curves.items():
+        growing.plot(*zip(*points), marker="o", label=name)
+    growing.set_xscale("log")
+    growing.set_ylabel("over a no-op dispatch mode")
+    growing.set_xlabel("number")
+    growing.set_ylim(bottom=0.9)
+    growing.legend()
     figure.tight_layout()
     figure.savefig(path)
 
@@ -269,9 +423,12 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{'what':48} {'against':20} {'median':>8} [quartiles]     target")
     rows = measure(options.quick)
-    (HERE / "cost.json").write_text(json.dumps([asdict(r) | {"verdict": r.verdict} for r in rows], indent=1) + "\n")
+    print("\nthe guard over a no-op dispatch mode, as a program grows")
+    curves = growth(5 if options.quick else 15)
+    found = {"rows": [asdict(r) | {"verdict": r.verdict} for r in rows], "curves": curves}
+    (HERE / "cost.json").write_text(json.dumps(found, indent=1) + "\n")
     with contextlib.suppress(ImportError):
-        draw(rows, HERE / "cost.svg")
+        draw(rows, curves, HERE / "cost.svg")
 
 
 if __name__ == "__main__":

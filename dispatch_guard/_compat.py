@@ -103,17 +103,18 @@ def function_modes() -> list[TorchFunctionMode]:
     return [torch._C._get_function_stack_at(i) for i in range(function_stack_depth())]
 
 
-_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+# The modes at the PreDispatch key; asking the dispatcher whether it is included takes ten times as long.
+_PRE_DISPATCH_MODES: list[Any] = (
+    torch._ops._mode_stack_state_for_pre_dispatch._ModeStackStateForPreDispatch__infra_modes
+)  # type: ignore[attr-defined]
 _INFRA_KEYS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 
 
 def is_tracing() -> bool:
     """Whether export, compile, make_fx or a fake-tensor mode is at work on this thread (2.6, 2.13, 2.14)."""
-    return (
-        torch.compiler.is_compiling()
-        or (dispatch_stack_depth() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _INFRA_KEYS))
-        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
-    )
+    if torch.compiler.is_compiling() or _PRE_DISPATCH_MODES[0] is not None or _PRE_DISPATCH_MODES[1] is not None:
+        return True
+    return dispatch_stack_depth() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _INFRA_KEYS)
 
 
 def in_higher_order_compile() -> bool:

@@ -495,10 +495,12 @@ class ToMutationGuard(TorchDispatchMode):
             if torch.compiler.is_dynamo_compiling():
                 with _TracedByDynamo(start, stop):
                     return fn(*args, **kwargs)
-            if tracing_only and not (
-                _compat.is_tracing() or FakeTensor in map(type, args) or FakeTensor in map(type, kwargs.values())
-            ):
-                return fn(*args, **kwargs)
+            if tracing_only and not _compat.is_tracing():
+                for arg in (*args, *kwargs.values()) if kwargs else args:
+                    if type(arg) is FakeTensor:
+                        break
+                else:
+                    return fn(*args, **kwargs)
             guard = self._fresh()
             try:
                 with guard:

@@ -610,7 +610,13 @@ def test_an_interrupt_ends_with_one_line(programs: str, capsys: pytest.CaptureFi
 def test_ctrl_c_in_a_process(programs: str, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import sys, time\nprint('here', flush=True)\ntime.sleep(600)\n")
     command = [sys.executable, "-m", "dispatch_guard", "check", "slow.py:model"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as run:
+
+    def heed() -> None:  # in case that this is run in the background of a shell, which has processes ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), preexec_fn=heed
+    ) as run:
         assert run.stderr is not None
         assert run.stderr.readline() == "here\n"
         run.send_signal(signal.SIGINT)
