@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .capture import CapturedProgram, capture_conversions, check_program, export
     from .guard import ToMutationGuard, allow_mutation
+    from .readings import Difference, DivergenceReport, Reading, divergence
     from .violations import Conversion, Site, TensorMeta, ToMutationError, ToMutationWarning, Violation
 
 __all__ = [
     "CapturedProgram",
     "Conversion",
+    "Difference",
+    "DivergenceReport",
+    "Reading",
     "Site",
     "TensorMeta",
     "ToMutationError",
@@ -26,12 +30,14 @@ __all__ = [
     "allow_mutation",
     "capture_conversions",
     "check_program",
+    "divergence",
     "export",
 ]
 
 _HOMES = {
     "capture": ("CapturedProgram", "capture_conversions", "check_program", "export"),
     "guard": ("ToMutationGuard", "allow_mutation"),
+    "readings": ("Difference", "DivergenceReport", "Reading", "divergence"),
     "violations": ("Conversion", "Site", "TensorMeta", "ToMutationError", "ToMutationWarning", "Violation"),
 }
 

@@ -104,9 +104,9 @@ def function_modes() -> list[TorchFunctionMode]:
 
 
 # The modes at the PreDispatch key; asking the dispatcher whether it is included takes ten times as long.
-_PRE_DISPATCH_MODES: list[Any] = (
-    torch._ops._mode_stack_state_for_pre_dispatch._ModeStackStateForPreDispatch__infra_modes
-)  # type: ignore[attr-defined]
+_PRE_DISPATCH_MODES: list[Any] = vars(torch._ops._mode_stack_state_for_pre_dispatch)[
+    "_ModeStackStateForPreDispatch__infra_modes"
+]
 _INFRA_KEYS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 
 

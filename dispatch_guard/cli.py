@@ -16,14 +16,15 @@ from typing import Any, NamedTuple, TextIO
 import torch
 
 from . import baseline
-from .report import FORMATS, render, report
+from .readings import DivergenceReport, Reading
+from .report import FORMATS, in_order, render, report
 from .run import VARIABLE, CannotRun, run
 from .targets import CannotCheck, check, one_line, tensor_of
 from .violations import Violation
 
 CLEAN, VIOLATIONS, FAILED, INTERRUPTED = 0, 1, 2, 130
 
-_FAIL_ON = ("any", "never")  # which violations make the exit status 1: see _counts
+_FAIL_ON = ("any", "observable", "never")  # which violations make the exit status 1: see _counts
 
 _EXIT = "exit status: 0 when nothing was found, 1 for violations, 2 when a target could not be checked."
 
@@ -72,6 +73,7 @@ class Checked(NamedTuple):
     violations: list[Violation]
     conversions: int
     problem: str = ""
+    proof: DivergenceReport | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,7 +135,16 @@ def _add_check(commands: Any) -> None:
     parser.add_argument("--format", choices=FORMATS, default="text", help="of the results (default: text)")
     parser.add_argument("--output", metavar="FILE", help="write the results there instead of to stdout")
     parser.add_argument(
-        "--fail-on", choices=_FAIL_ON, default="any", help="which violations make the exit status 1 (default: any)"
+        "--prove",
+        action="store_true",
+        help="run a module that has violations with its conversions read the other way too, and tell what differs",
+    )
+    parser.add_argument(
+        "--fail-on",
+        choices=_FAIL_ON,
+        default="any",
+        help="which violations make the exit status 1 (default: any); "
+        "observable: all but those that --prove finds harmless",
     )
     parser.add_argument("--allow", metavar="FILE", help="a baseline: the violations in it are known, and let through")
     parser.add_argument("--write-baseline", metavar="FILE", help="write all violations there as known, and exit with 0")
@@ -202,15 +213,20 @@ def _check(options: argparse.Namespace) -> int:
 def _check_one(target: str, options: argparse.Namespace) -> Checked:
     try:
         with _printing_to_stderr():
-            violations, conversions = check(
-                target, options.inputs, strict=options.strict, eager=options.eager, verbose=options.traceback
+            seen = check(
+                target,
+                options.inputs,
+                strict=options.strict,
+                eager=options.eager,
+                prove=options.prove or options.fail_on == "observable",
+                verbose=options.traceback,
             )
     except CannotCheck as problem:
         _tell(f"{target}: {problem}")
         if options.traceback and problem.__cause__ is not None:
             traceback.print_exception(problem.__cause__, file=sys.stderr)
         return Checked(target, [], 0, str(problem))
-    return Checked(target, violations, conversions)
+    return Checked(target, seen.violations, seen.conversions, proof=seen.proof)
 
 
 @contextlib.contextmanager
@@ -233,12 +249,41 @@ def _tell(text: str) -> None:
 def _status(checked: Checked, fail_on: str) -> int:
     if checked.problem:
         return FAILED
-    return VIOLATIONS if any(_counts(violation, fail_on) for violation in checked.violations) else CLEAN
+    failing = any(_counts(violation, fail_on, checked.proof) for violation in checked.violations)
+    return VIOLATIONS if failing else CLEAN
 
 
-def _counts(violation: Violation, fail_on: str) -> bool:
+def _counts(violation: Violation, fail_on: str, proof: DivergenceReport | None) -> bool:
     """Whether a violation makes the exit status 1."""
-    return fail_on == "any" and violation.allowed is None
+    if violation.allowed is not None or fail_on == "never":
+        return False
+    readings = _readings(violation, proof)
+    harmless = bool(readings) and all(reading.runnable and not reading.diverges for reading in readings)
+    return fail_on == "any" or not harmless
+
+
+def _readings(violation: Violation, proof: DivergenceReport | None) -> list[Reading]:
+    """What came of the runs of a violation's conversion."""
+    site = violation.conversion.site
+    if proof is None or site is None:
+        return []
+    places = ((reading, reading.conversion.site) for reading in proof.readings)
+    return [r for r, place in places if place and (place.filename, place.lineno) == (site.filename, site.lineno)]
+
+
+def _proof(violation: Violation, proof: DivergenceReport | None) -> str:
+    """The verdict of the runs as a line; ``""`` where there were none."""
+    if proof is None:
+        return ""
+    readings = _readings(violation, proof)
+    if not readings:
+        return "not run: no such conversion was seen in eager mode"
+    differences = [str(reading.difference) for reading in readings if reading.diverges]
+    if differences:
+        return f"{differences[0]} where {violation.conversion.call} copies"
+    if not all(reading.runnable for reading in readings):
+        return f"not runnable here: {violation.conversion.call} copied"
+    return f"none: the results are the same where {violation.conversion.call} copies"
 
 
 class _Results:
@@ -319,7 +364,10 @@ def _findings(checked: Checked) -> str:
     places: dict[tuple[object, ...], list[Violation]] = {}
     for violation in violations:
         places.setdefault((violation.site, violation.conversion.site, violation.op), []).append(violation)
-    texts = [render(same[0]) + _times(same) + "\n" for same in places.values()]
+    texts = []
+    for same in places.values():
+        proof = _proof(same[0], checked.proof)
+        texts.append(render(same[0]) + (f"\n  proof: {proof}" if proof else "") + _times(same) + "\n")
     allowed = len(checked.violations) - len(violations)
     counts = f"{checked.conversions} conversions, {len(violations)} violations" + (
         f" ({allowed} allowed)" if allowed else ""
@@ -354,6 +402,9 @@ def _json(everything: list[Checked]) -> str:
     for checked in everything:
         found = json.loads(report(checked.violations, checked.conversions, "json"))
         del found["version"]
+        if checked.proof is not None:
+            for entry, violation in zip(found["violations"], in_order(checked.violations)):
+                entry["proof"] = _proof(violation, checked.proof)
         targets.append({"target": checked.target, "problem": checked.problem or None, **found})
     return json.dumps({"version": 1, "targets": targets}, indent=2) + "\n"
 

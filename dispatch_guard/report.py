@@ -301,6 +301,11 @@ def report(violations: Sequence[Violation], conversions: int, format: str = "tex
     return "\n\n".join([*texts, f"{conversions} conversions, {sum(count for _, count in groups)} violations"])
 
 
+def in_order(violations: Sequence[Violation]) -> list[Violation]:
+    """One violation for each of those that the report tells, in its order."""
+    return [violation for violation, _ in _folded(violations)]
+
+
 def _folded(violations: Sequence[Violation]) -> list[tuple[Violation, int]]:
     groups: dict[Any, list[Violation]] = {}
     for violation in violations:

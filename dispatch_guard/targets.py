@@ -17,6 +17,7 @@ import torch
 
 from .capture import check_program, count_conversions
 from .guard import ToMutationGuard
+from .readings import DivergenceReport, divergence
 from .violations import ToMutationError, Violation
 
 _DTYPES = {
@@ -38,6 +39,7 @@ class Seen(NamedTuple):
 
     violations: list[Violation]
     conversions: int
+    proof: DivergenceReport | None = None
 
 
 def check(
@@ -46,6 +48,7 @@ def check(
     *,
     strict: bool = False,
     eager: bool = False,
+    prove: bool = False,
     verbose: bool = False,
 ) -> Seen:
     """Check one target.
@@ -55,10 +58,11 @@ def check(
         inputs: what to call a module with whose target comes without inputs.
         strict: export with ``strict=True``.
         eager: run the module once instead of exporting it.
+        prove: run the module with its conversions read the other way too, if there are violations; not a saved program.
         verbose: let through what torch logs when an export fails.
 
     Returns:
-        The violations, and how many conversions there were.
+        The violations, how many conversions there were, and the proof that was asked for.
 
     Raises:
         CannotCheck: when there is nothing to check, or when it fails.
@@ -84,7 +88,11 @@ def check(
         except ToMutationError as error:  # of a guard of the user's own
             if error.violation not in guard.violations:
                 guard.violations.append(error.violation)
-    return Seen(guard.violations, guard.conversions)
+    proof = None
+    if prove and guard.violations:
+        with reporting("proving it by running it"):
+            proof = divergence(module, args, kwargs)
+    return Seen(guard.violations, guard.conversions, proof)
 
 
 def _check_saved(path: str, quiet: contextlib.AbstractContextManager[None]) -> Seen:

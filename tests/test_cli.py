@@ -42,6 +42,28 @@ class Bad(nn.Module):
         return x.sin()
 
 
+class Harmless(nn.Module):
+    def forward(self, x):
+        mask = (x + 1).to("cpu")
+        mask.mul_(2)
+        return mask
+
+
+class Copying(nn.Module):
+    def forward(self, x):
+        y = x.double()
+        y.mul_(2)
+        return y
+
+
+def harmless():
+    return Harmless(), (torch.zeros(3),)
+
+
+def copying():
+    return Copying(), (torch.zeros(3),)
+
+
 class Accented(nn.Module):
     def forward(self, x):
         é = x.to("cpu")
@@ -597,6 +619,29 @@ def test_a_file_that_is_no_baseline_is_one_clear_line(
     err = capsys.readouterr().err
     assert err.startswith(f"dispatch_guard: cannot read {known}: it is ") and len(err.splitlines()) == 1
     assert main(["check", f"{programs}:bad", "--allow", str(tmp_path / "missing.json")]) == 2
+
+
+# ---- the proof by running
+
+
+def test_the_proof_tells_what_differs_and_what_does_not(programs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{programs}:bad", "--prove"]) == 1
+    assert "  proof: output differs by up to " in capsys.readouterr().out
+    harmless = ["check", f"{programs}:harmless", "--prove"]
+    assert main(harmless) == 1
+    assert "  proof: none: the results are the same where Tensor.to copies\n" in capsys.readouterr().out
+    assert main(["check", f"{programs}:copying", "--prove", "--strict"]) == 1
+    assert "  proof: not runnable here: Tensor.double copied\n" in capsys.readouterr().out
+    main([*harmless, "--format", "json"])
+    ((violation,),) = (target["violations"] for target in json.loads(capsys.readouterr().out)["targets"])
+    assert violation["proof"] == "none: the results are the same where Tensor.to copies"
+    assert main(["check", f"{programs}:bad"]) == 1
+    assert "  proof:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, status", [("bad", 1), ("harmless", 0), ("copying", 1), ("good", 0)])
+def test_only_what_can_be_observed_may_fail(programs: str, name: str, status: int) -> None:
+    assert main(["check", f"{programs}:{name}", "--fail-on", "observable"]) == status
 
 
 # ---- streams and signals
