@@ -6,7 +6,7 @@ import nox
 
 
 @nox.session
-@nox.parametrize("torch", ["2.13.0", "2.14.1"])
+@nox.parametrize("torch", ["2.10.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"])
 def tests(session: nox.Session, torch: str) -> None:
     """Run the tests."""
     session.install(f"torch=={torch}", "-e", ".[test]")

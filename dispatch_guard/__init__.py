@@ -10,8 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .allowances import allow_mutation
     from .capture import CapturedProgram, capture_conversions, check_program, export
-    from .guard import ToMutationGuard, allow_mutation
+    from .guard import ToMutationGuard
     from .readings import Difference, DivergenceReport, Reading, divergence
     from .violations import Conversion, Site, TensorMeta, ToMutationError, ToMutationWarning, Violation
 
@@ -36,7 +37,8 @@ __all__ = [
 
 _HOMES = {
     "capture": ("CapturedProgram", "capture_conversions", "check_program", "export"),
-    "guard": ("ToMutationGuard", "allow_mutation"),
+    "allowances": ("allow_mutation",),
+    "guard": ("ToMutationGuard",),
     "readings": ("Difference", "DivergenceReport", "Reading", "divergence"),
     "violations": ("Conversion", "Site", "TensorMeta", "ToMutationError", "ToMutationWarning", "Violation"),
 }

@@ -50,7 +50,8 @@ class _ProcessFlags:
     """torch keeps whether any dispatch mode is active in variables of the whole process (2.6, 2.13, 2.14).
 
     Each mode restores on leaving what it found on entering (torch/utils/_python_dispatch.py), so that modes which
-    overlap in two threads leave them set for good.  Guards do not: the last to leave restores what the first found.
+    overlap, in two threads or in one, leave them wrong.  Guards do not: while one is on they are set, and the last to
+    leave restores what the first found.
     """
 
     def __init__(self) -> None:
@@ -68,8 +69,12 @@ class _ProcessFlags:
     def leave(self) -> None:
         with self._lock:
             self._guards -= 1
-            if self._guards == 0:
-                vars(_python_dispatch).update(self._found)
+            flags = dict.fromkeys(self._names, True) if self._guards else self._found
+            vars(_python_dispatch).update(flags)
+            # Dynamo's guards read a copy of this one (2.10, 2.13, 2.15).
+            torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals(
+                flags["_is_in_any_mode_without_ignore_compile_internals"]
+            )
 
 
 process_flags = _ProcessFlags()
@@ -226,6 +231,26 @@ def count_writes(tensor: torch.Tensor) -> int:
     return 0
 
 
+def operator_run_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator that a method or function which writes in place runs, or its name if that can't be told (2.10-2.15).
+
+    ``aten.add_.Tensor`` for ``Tensor.add_`` of a tensor.
+    """
+    if isinstance(func, torch._ops.OpOverload):
+        return func
+    own = str(getattr(func, "__name__", func))
+    name = f"{own[3:-2]}_" if own.startswith("__i") and own.endswith("__") else own
+    name = {"truediv_": "div_", "floordiv_": "floor_divide_", "mod_": "remainder_"}.get(name, name)
+    given = {key: value for key, value in kwargs.items() if key != "inplace"}
+    if "out" not in kwargs and not name.endswith("_"):  # F.relu(x, inplace=True)
+        name, args = f"{name}_", args[:1]
+    try:
+        overload = torch._C._jit_resolve_packet(f"aten::{name}", *args, **given)
+    except RuntimeError:
+        return f"Tensor.{own}"
+    return getattr(getattr(torch.ops.aten, name), overload or "default")
+
+
 _AUTOCAST_KEYS = [key for name, key in vars(torch._C.DispatchKey).items() if name.startswith("Autocast")]
 _AUTOCAST = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _AUTOCAST_KEYS))
 _FALLTHROUGH = [torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceOrView, *_AUTOCAST_KEYS]
@@ -316,6 +341,39 @@ def pushed_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _on_top(mode: Any, modes: list[Any], push: Callable[[Any], None], pop: Callable[[], Any]) -> Iterator[bool]:
+    position = next((index for index, other in enumerate(modes) if other is mode), None)
+    above = [] if position is None else [pop() for _ in modes[position + 1 :]]
+    if position is None:
+        push(mode)
+    try:
+        yield position is not None
+    finally:
+        for other in reversed(above):
+            push(other)
+
+
+def dispatch_mode_on_top(mode: TorchDispatchMode) -> contextlib.AbstractContextManager[bool]:
+    """``mode`` as the one that leaving a mode takes off; yields whether it was still on the stack.
+
+    A mode's ``__exit__`` takes off whichever is on top, which is another one where two overlap.
+    """
+    return _on_top(mode, dispatch_modes(), push_dispatch_mode, lambda: pop_dispatch_mode(None))
+
+
+def function_mode_on_top(mode: TorchFunctionMode) -> contextlib.AbstractContextManager[bool]:
+    """The same for function modes."""
+    return _on_top(mode, function_modes(), push_function_mode, pop_function_mode)
+
+
+@contextlib.contextmanager
+def no_modes() -> Iterator[None]:
+    """Work of our own, seen by no mode and no subclass (``_disable_current_modes``: 2.10, 2.13, 2.15)."""
+    with _python_dispatch._disable_current_modes(), no_torch_function():
+        yield
+
+
+@contextlib.contextmanager
 def lowest_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
     """``mode`` on the stack below all others."""
     others = function_modes()
@@ -371,6 +429,70 @@ def dynamo_output(context: Any) -> Any:
     It is a new object whenever Dynamo starts over; its ``add_cleanup_hook`` runs a function when it is done or dropped.
     """
     return context._ComptimeContext__tx.output
+
+
+_NOTES = "dispatch_guard"  # our key in node.meta; torch hands on those that it knows (_COPY_META_FIELDS in fx/proxy.py)
+
+
+def notes_of(node: Any) -> dict[str, Any]:
+    """What :func:`note_node` has written on a node."""
+    return node.meta.get(_NOTES) or {}
+
+
+def note_node(node: Any, name: str, value: object) -> None:
+    """Note something of a node that Dynamo has made: on the node, and with every guard on this thread.
+
+    The bodies of control flow run as Dynamo has made them, but with all modes off as it does.  Strict export runs a
+    copy of its graph that keeps the nodes' names and stack traces and nothing that we could write on them
+    (torch/_dynamo/functional_export.py, 2.10 to 2.15).
+    """
+    node.meta.setdefault(_NOTES, {})[name] = value
+    for mode in dispatch_modes():
+        remember: Any = getattr(mode, "_remember_node", None)
+        if remember is not None:
+            remember(node.meta.get("stack_trace", ""), node.name, name, value)
+
+
+def nodes_within(output: Any, node: Any) -> Iterator[Any]:
+    """``node`` of the graph that Dynamo makes, and those of the body it stands for (``nn_modules``: 2.10 to 2.15)."""
+    yield node
+    body = output.nn_modules.get(node.target) if node.op == "get_attr" else None
+    if isinstance(body, torch.fx.GraphModule):
+        for inner in body.graph.nodes:
+            yield from nodes_within(output, inner)
+
+
+def is_run_by_dynamo(frame: FrameType) -> bool:
+    """Whether Dynamo runs a node on fake tensors in ``frame`` (2.10 to 2.15)."""
+    return frame.f_code.co_name == "run_node" and frame.f_globals.get("__name__") == "torch._dynamo.utils"
+
+
+def note_node_of(frame: FrameType, name: str, value: object) -> None:
+    """:func:`note_node` of the node that Dynamo runs in ``frame``, again once it has its final name (2.10 to 2.15)."""
+    node = frame.f_locals["node"]
+    note_node(node, name, value)
+    frame.f_locals["tracer"].add_cleanup_hook(lambda: note_node(node, name, value))
+
+
+def stands_for_numpy(frame: FrameType) -> bool:
+    """Whether what Dynamo runs in ``frame`` (see above) is how it writes something that the user does with numpy.
+
+    It traces an ndarray as a tensor: ``torch.from_numpy(a)`` and ``torch.as_tensor(a)`` become ``as_tensor`` of that,
+    ``x.numpy(force=True)`` becomes ``x.detach().cpu()`` (torch/_dynamo/variables/torch.py and tensor.py, 2.10 to 2.15).
+    """
+    outer: FrameType | None = frame
+    while outer is not None:
+        name, values = outer.f_code.co_name, outer.f_locals
+        if outer.f_code.co_filename.endswith("symbolic_convert.py"):
+            return False  # the user's instruction
+        if name == "method_numpy":
+            return True
+        if name == "call_function" and isinstance(values.get("args"), (list, tuple)):
+            given = [*values["args"], *(values.get("kwargs") or {}).values()]
+            if any(type(variable).__name__ == "NumpyNdarrayVariable" for variable in given):
+                return True
+        outer = outer.f_back
+    return False
 
 
 @functools.cache

@@ -41,8 +41,8 @@ def known(violation: Violation) -> Known:
     """
     site = violation.site or violation.conversion.site
     if site is None:
-        return Known("", "", violation.op)
-    return Known(_within_package(site.filename), site.line.strip() or f"in {site.function}", violation.op)
+        return Known("", "", violation.call)
+    return Known(_within_package(site.filename), site.line.strip() or f"in {site.function}", violation.call)
 
 
 def _within_package(filename: str) -> str:

@@ -12,7 +12,6 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
@@ -25,13 +24,14 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.fx.passes.shape_prop import _extract_tensor_metadata  # 2.6, 2.13, 2.14
 from torch.utils import _pytree as pytree
 
-from .conversions import CONVERSIONS, OPERATORS, Side, Tag
+from . import _compat
+from .conversions import CONVERSIONS, OPERATORS, Side, Tag, meta_of
 from .guard import ToMutationGuard, violation_of
-from .mutations import write_plan, written_arguments
-from .sites import Place, place_of_node
+from .mutations import rebinds, write_plan, written_arguments
+from .sites import Place, is_of_numpy, place_of_node
 from .source import is_bound_once
 from .storages import keys_of
-from .violations import Conversion, Role, Site, ToMutationError, Violation
+from .violations import Conversion, Kind, Role, Site, ToMutationError, Violation
 
 OnUnsafe = Literal["raise", "keep"]
 Returned = Literal["capture", "keep"]
@@ -352,6 +352,7 @@ class _Reader:
         self._tags: dict[int, list[tuple[_Found, Role]]] = {}  # what each storage has been through
         self._count = itertools.count()
         self._seen: set[fx.GraphModule] = set()
+        self._handed: dict[fx.Node, fx.Node] = {}  # what an operator with bodies hands them for their placeholders
 
     def fresh(self) -> Memory:
         return frozenset([next(self._count)])
@@ -387,13 +388,27 @@ class _Reader:
             return _NOTHING  # arithmetic on sizes
         if not _is_assignment_to_buffer(node) and not self._is_put_back(node, env):
             for name, written in _written(node):
-                self._write(node, name, written, _flat(env[written]))
+                if not _only_rebinds(node) or self._is_subject(written):
+                    self._write(node, name, written, _flat(env[written]))
         if isinstance(node.target, HigherOrderOperator):
             return self._run_bodies(gm, node, env)
         call = _conversion_call(node)
         if call is None:
             return self._result(node, env)
         return self._convert(node, call, env)
+
+    def _is_subject(self, node: fx.Node) -> bool:
+        """Whether the tensor object that ``node`` stands for, and not only its memory, is a side of a conversion."""
+        sides = (side for found in self.conversions for side in (found.node, found.node.args[0]))
+        return self._object(node) in {self._object(side) for side in sides if isinstance(side, fx.Node)}
+
+    def _object(self, node: fx.Node) -> fx.Node:
+        """The node that first stood for a tensor object: an operator in place returns the one that it writes."""
+        while True:
+            outer = self._handed.get(node) or _written_and_returned(node)
+            if outer is None:
+                return node
+            node = outer
 
     def _is_put_back(self, node: fx.Node, env: dict[fx.Node, Value]) -> bool:
         """Whether it is of ``p.data = p.data.to(...)``: both are sides of one conversion."""
@@ -432,14 +447,26 @@ class _Reader:
         if tags:
             self.unsafe.extend(found for found, _ in tags)
             found, role = tags[-1]
-            tensor = written.meta["val"]
-            op = "Tensor.data" if node.target is _SET_DATA else str(node.target)
-            violation = violation_of(op, argument, tensor, Side(found.tag, role), _place(node))
-            self.violations.append(replace(violation, version=None))  # a graph has no version counters
+            kind: Kind = "rebind" if node.target is _SET_DATA else "operator"
+            call = "Tensor.data" if kind == "rebind" else str(node.target)
+            operands = [meta_of(value) for value in _values(node.args) if isinstance(value, torch.Tensor)]
+            self.violations.append(
+                violation_of(
+                    call,
+                    argument,
+                    meta_of(written.meta["val"]),
+                    Side(found.tag, role),
+                    _place(node),
+                    operands if kind == "operator" else (),
+                    kind=kind,
+                )
+            )
 
     def _run_bodies(self, gm: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Value]) -> Value:
         results: list[list[Value]] = []
         for module, operands in _bodies(gm, node):
+            handed = zip(_placeholders(module), operands)
+            self._handed.update((inner, outer) for inner, outer in handed if isinstance(outer, fx.Node))
             results.append(self.run(module, [_value_of(env, operand) for operand in operands]))
         merged = (
             frozenset().union(*map(_flat, values)) for values in itertools.zip_longest(*results, fillvalue=_NOTHING)
@@ -456,6 +483,7 @@ class _Reader:
                 )
 
 
+@_compat.no_modes()
 def _read(ep: ExportedProgram) -> _Reader:
     reader = _Reader()
     shared: dict[int, Memory] = {}
@@ -497,6 +525,20 @@ def _written(node: fx.Node) -> list[tuple[str, fx.Node]]:
     by_value = {id(source.meta.get("val")): source for source in node.all_input_nodes}
     found = written_arguments(node.target, _values(node.args), _values(node.kwargs))
     return [(name, by_value[id(tensor)]) for name, tensor in found if id(tensor) in by_value]
+
+
+def _only_rebinds(node: fx.Node) -> bool:
+    return node.target is _SET_DATA or rebinds(node.target)
+
+
+def _written_and_returned(node: fx.Node) -> fx.Node | None:
+    """What an operator in place writes and returns."""
+    if not isinstance(node.target, OpOverload) or write_plan(node.target) is None:
+        return None
+    returns = node.target._schema.returns
+    written = _written(node)
+    in_place = len(written) == 1 and len(returns) == 1 and returns[0].alias_info is not None
+    return written[0][1] if in_place else None
 
 
 def _is_assignment_to_buffer(node: fx.Node) -> bool:
@@ -607,6 +649,8 @@ def _conversion_call(node: fx.Node) -> str | None:
         return None
     packet, overload = node.target._schema.name.removeprefix("aten::"), node.target._overloadname
     if packet not in OPERATORS or _named(node).get("copy"):
+        return None
+    if is_of_numpy(node):
         return None
     # torch_fn is the outermost function of torch that was called: F.multi_head_attention_forward is no user's to().
     kind, _, name = (node.meta.get("torch_fn") or ("", ""))[1].partition(".")
@@ -722,6 +766,7 @@ def _is_before(one: Site | None, other: Site | None) -> bool:
     return (one.lineno, one.col or 0) < (other.lineno, other.col or 0)
 
 
+@_compat.no_modes()
 def _refresh(gm: fx.GraphModule, stale: set[fx.Node]) -> None:
     """Bring ``val`` up to date: a copy of memory with gaps or overlaps has strides of its own, an alias has not."""
     with _fake_mode(gm), enable_python_dispatcher():
@@ -766,7 +811,7 @@ def _refresh_bodies(gm: fx.GraphModule, node: fx.Node, stale: set[fx.Node]) -> N
             ):
                 _update_value(placeholder, _values(operand), inner)
         _refresh_graph(module, inner)
-        results = pytree.tree_leaves(next(reversed(module.graph.nodes)).args)
+        results = pytree.tree_leaves(next(iter(reversed(module.graph.nodes))).args)
         if isinstance(values, (tuple, list)) and len(values) == len(results):
             changed = [result in inner and _similar(old, _values(result)) for old, result in zip(values, results)]
             new = [_values(result) if is_new else old for old, result, is_new in zip(values, results, changed)]

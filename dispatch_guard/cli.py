@@ -17,7 +17,7 @@ import torch
 
 from . import baseline
 from .readings import DivergenceReport, Reading
-from .report import FORMATS, in_order, render, report
+from .report import FORMATS, JSON_VERSION, in_order, render, report
 from .run import VARIABLE, CannotRun, run
 from .targets import CannotCheck, check, one_line, tensor_of
 from .violations import Violation
@@ -363,7 +363,7 @@ def _findings(checked: Checked) -> str:
     violations = _unallowed(checked)
     places: dict[tuple[object, ...], list[Violation]] = {}
     for violation in violations:
-        places.setdefault((violation.site, violation.conversion.site, violation.op), []).append(violation)
+        places.setdefault((violation.site, violation.conversion.site, violation.call), []).append(violation)
     texts = []
     for same in places.values():
         proof = _proof(same[0], checked.proof)
@@ -406,7 +406,7 @@ def _json(everything: list[Checked]) -> str:
             for entry, violation in zip(found["violations"], in_order(checked.violations)):
                 entry["proof"] = _proof(violation, checked.proof)
         targets.append({"target": checked.target, "problem": checked.problem or None, **found})
-    return json.dumps({"version": 1, "targets": targets}, indent=2) + "\n"
+    return json.dumps({"version": JSON_VERSION, "targets": targets}, indent=2) + "\n"
 
 
 def _together(everything: list[Checked], format: str) -> str:

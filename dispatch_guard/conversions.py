@@ -17,7 +17,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from ._compat import functionalizing, subclasses_enabled
+from ._compat import functionalizing, is_run_by_dynamo, note_node_of, stands_for_numpy, subclasses_enabled
 from .mutations import has_user_kernel, hides_out, is_composite_of_user, overloads_of, write_plan
 from .sites import Place, module_path
 from .source import conversion_at
@@ -35,8 +35,9 @@ FUNCTIONS: Final = ("as_tensor", "asarray")
 CASTS: Final = tuple(f"_cast_{name}" for name in ["Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"])
 OPERATORS: Final = ("to", "type_as", "to_dense", *CASTS)
 
-# Callers whose conversions are torch's own business: decompositions, meta functions, tracers, what moves or shards
-# modules and the state of optimizers.
+# Callers whose conversions are torch's own business: decompositions, meta functions, tracers, and what moves, shards or
+# restores state that it holds itself (modules, optimizers, DTensors). The latter is a move of that state, as
+# nn.Module.to() is: judged, each step after load_state_dict() would be a violation (README.md, "What it does not see").
 _INTERNAL_CALLERS: Final = (
     "torch._decomp",
     "torch._dynamo",
@@ -44,6 +45,7 @@ _INTERNAL_CALLERS: Final = (
     "torch._functorch",
     "torch._inductor",
     "torch._meta_registrations",
+    "torch._numpy",  # numpy's functions, as Dynamo runs them
     "torch._prims",
     "torch._refs",
     "torch._subclasses",
@@ -145,8 +147,12 @@ def is_internal_call(frame: FrameType | None, in_dynamo: bool) -> bool:
         return False
     name = frame.f_globals.get("__name__", "")
     if name.startswith(_INTERNAL_CALLERS) and not name.startswith("torch._export.db"):  # exportdb's are a user's
-        # Dynamo calls from this one function only (torch/_dynamo/utils.py, 2.6 to 2.14).
-        return not (in_dynamo and name == "torch._dynamo.utils" and frame.f_code.co_name == "run_node")
+        if not is_run_by_dynamo(frame):  # Dynamo calls from there only
+            return True
+        if stands_for_numpy(frame):
+            note_node_of(frame, "numpy", True)
+            return True
+        return not in_dynamo
     caller = frame.f_back  # module._apply(lambda t: t.to(...)) moves a module too
     return caller is not None and caller.f_code is torch.nn.Module._apply.__code__
 
@@ -179,7 +185,7 @@ class Tag:
 
     def record(self) -> Conversion:
         call = CONVERSIONS[self._func]
-        site = self.place.site() if self.place else None
+        site = self.place.conversion_site(_spellings(call)) if self.place else None
         found = conversion_at(site, _spellings(call)) if site else None
         if found is not None and call.startswith("aten."):  # tell what the user wrote, where a graph has the operator
             call = f"Tensor.{found.name}" if found.name in METHODS else call

@@ -36,7 +36,7 @@ class ExportGuard:
         self._unsent["exports"] += 1
         self._unsent["conversions"] += guard.conversions
         self._unsent["violations"] += [
-            (self._nodeid, repr((violation.site, violation.conversion.site, violation.op)), render(violation))
+            (self._nodeid, repr((violation.site, violation.conversion.site, violation.call)), render(violation))
             for violation in guard.violations
             if violation.allowed is None
         ]

@@ -9,10 +9,10 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -22,14 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import ParamSpec, Self
 
 from . import _compat
+from .allowances import reason_in_force
 from .conversions import ConversionMode, Side, Tag, is_again, is_internal_call, meta_of, source_of
 from .ledger import Ledger, Watch
-from .mutations import has_user_kernel, is_plain, written_arguments
+from .mutations import has_user_kernel, is_plain, rebinds, written_arguments
 from .report import advice, report, role_of
-from .sites import Place, here, inplace_module, module_path
+from .sites import Frames, Place, frames_here, frames_of_trace, here, inplace_module, is_among, module_path
 from .source import call_at, write_at
 from .storages import keys_of, lives_of
-from .violations import Conversion, Role, Site, ToMutationError, ToMutationWarning, Violation
+from .violations import Conversion, Kind, Role, TensorMeta, ToMutationError, ToMutationWarning, Violation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -109,16 +110,17 @@ class ToMutationGuard(TorchDispatchMode):
         self.conversions = 0
         self._ledger: Ledger[Side] = Ledger()
         self._error: ToMutationError | None = None  # raised once, and raised again on leaving if it got lost
+        self._nodes: dict[tuple[str, str], dict[str, Any]] = {}  # what is known of those that Dynamo has made
+        self._learned: dict[tuple[str, Frames], str | None] = {}  # reasons by operator and frames: graphs are run later
         self._function_mode: ConversionMode | None = None
+        self._leaving = contextlib.ExitStack()  # takes off all that entering has put on
         self._autocast: Any = None  # what it was as a user's operator was called
         self._inside = 0  # how many of our dispatch handlers are running: conversions in there are torch's own
         self._depth = 0
         self._thread = 0
         self._logging = False
-        self._functorch_depth = 0
-        self._fullgraph_count = -1
         self._left_uncompiled: set[CodeType] = set()
-        self._deferred = False  # under Dynamo's own tracing violations are told at the end: see _stop_in_dynamo
+        self._deferred = False  # under Dynamo's own tracing violations are told at the end: see _dynamo_callbacks
 
     # ---- entering and leaving
 
@@ -132,11 +134,10 @@ class ToMutationGuard(TorchDispatchMode):
         self._ledger = Ledger()
         self._error = None
         self._inside = 0
-        if not self._deferred:
-            _allowances.forget()
+        self._learned, self._nodes = {}, {}
         self._logging = _log.isEnabledFor(logging.DEBUG)
         self._thread = threading.get_ident()
-        self._function_mode = ConversionMode(
+        function_mode = ConversionMode(
             self._on_conversion,
             self._on_alias,
             self._on_bodies,
@@ -145,11 +146,18 @@ class ToMutationGuard(TorchDispatchMode):
             self._on_write,
             self._on_functionalized,
         )
-        _compat.process_flags.enter()
-        super().__enter__()
-        self._function_mode.__enter__()
-        self._functorch_depth = _compat.functorch_depth()
-        self._fullgraph_count = _compat.accept_uncompiled()
+        with contextlib.ExitStack() as entering:
+            entering.push(functools.partial(_unwind, _compat.functorch_depth()))
+            _compat.process_flags.enter()
+            entering.callback(_compat.process_flags.leave)
+            super().__enter__()
+            entering.push(self._take_off)
+            function_mode.__enter__()
+            entering.push(functools.partial(_take_off_function_mode, function_mode))
+            entering.callback(self._compile_again)
+            entering.callback(_compat.accept_uncompiled, _compat.accept_uncompiled())
+            self._leaving = entering.pop_all()
+        self._function_mode = function_mode
         self._depth = 1
         return self
 
@@ -157,41 +165,58 @@ class ToMutationGuard(TorchDispatchMode):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._check_thread("left")
+        if not self._depth:
+            raise RuntimeError("this ToMutationGuard has been left before")
         self._depth -= 1
         if self._depth:
             return
-        assert self._function_mode is not None
-        _compat.accept_uncompiled(self._fullgraph_count)
-        if self._left_uncompiled:
-            _compat.compile_again(self._left_uncompiled)
-            self._left_uncompiled.clear()
-        self._function_mode.__exit__(exc_type, exc, traceback)
-        super().__exit__(exc_type, exc, traceback)
-        _compat.process_flags.leave()
-        if exc is not None:
-            _compat.unwind_functorch(self._functorch_depth)
+        problem: RuntimeError | None = None
+        try:
+            self._leaving.__exit__(exc_type, exc, traceback)
+        except RuntimeError as others_doing:
+            problem = others_doing
         self._function_mode = None
+        error = self._conclude(exc)
+        if error is not None and exc is not error and (exc is None or isinstance(exc, Exception)):
+            raise error from (None if _arose_from(exc, error) else exc)
+        if problem is not None:
+            raise problem
+
+    def _conclude(self, exc: BaseException | None) -> ToMutationError | None:
+        """The error to raise on leaving, if one is due; nothing of the run is kept but its records."""
         try:
             for side in self._ledger.moved():
                 self._report_unseen(side)
         except ToMutationError:
             pass  # it is in self._error
-        finally:
-            if not self._deferred:
-                _allowances.forget()
         if exc is not None and self.on_violation == "raise":
             self._error = self._error or self._refused_swap(exc)
         self._ledger.clear()
+        self._learned, self._nodes = {}, {}
         error, self._error = self._error, None
-        if error is not None and exc is not error and (exc is None or isinstance(exc, Exception)):
-            raise error from (None if _arose_from(exc, error) else exc)
+        return error
+
+    def _take_off(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with _compat.dispatch_mode_on_top(self) as found:
+            super().__exit__(exc_type, exc, traceback)
+        if not found and exc is None:
+            raise RuntimeError(_TAKEN_OFF)
+
+    def _compile_again(self) -> None:
+        codes, self._left_uncompiled = self._left_uncompiled, set()
+        if codes:
+            _compat.compile_again(codes)
 
     def _refused_swap(self, exc: BaseException) -> ToMutationError | None:
         """The violation behind torch's refusal to swap a tensor that our ledger has a weak reference to."""
         for tensor, frame in _compat.refused_swap(exc):
             side = self._ledger.find(keys_of(tensor))
             if side is not None:
-                return ToMutationError(violation_of("utils.swap_tensors", "t1", tensor, side, here(frame)))
+                return ToMutationError(
+                    violation_of("utils.swap_tensors", "t1", meta_of(tensor), side, here(frame), kind="rebind")
+                )
         return None
 
     def _check_thread(self, what: str) -> None:
@@ -254,17 +279,28 @@ class ToMutationGuard(TorchDispatchMode):
         source = source_of(args, kwargs)
         if source is None or self._inside or not isinstance(result, torch.Tensor):
             return result
-        if result is source and is_again(self._ledger.settled(keys_of(source)[0]), frame):
-            self.conversions += 1  # in a loop, say: the same memory, at the same place, unwritten since
+        if result is source and self._is_again(source, frame):
+            self.conversions += 1  # in a loop, say: the same tensor, at the same place, unwritten since
         elif not is_internal_call(frame, self._deferred) and self._is_active(source):
-            self.conversions += 1
-            with _compat.no_torch_function():
-                self._tag(func, args, kwargs, source, result, here(frame))
+            place = here(frame)
+            if place is None or not (place.is_of_numpy or self._noted(place, "numpy")):
+                self.conversions += 1
+                with _compat.no_torch_function():
+                    self._tag(func, args, kwargs, source, result, place)
         return result
 
-    def _on_write(self, op: str, argument: str, tensor: torch.Tensor, value: Any = None) -> None:
-        if self._ledger and not self._is_put_back(tensor, value):
-            self._check_write(op, argument, tensor)
+    def _is_again(self, source: torch.Tensor, frame: FrameType) -> bool:
+        keys = keys_of(source)
+        return is_again(self._ledger.settled(keys[0]), frame) and self._ledger.is_subject(keys, source)
+
+    def _on_write(self, call: str, argument: str, tensor: torch.Tensor, value: Any = None) -> None:
+        """A write that no operator shows."""
+        if not self._ledger:
+            return
+        if call != "Tensor.data":
+            self._check_write(call, argument, tensor)
+        elif self._ledger.is_subject(keys_of(tensor), tensor) and not self._is_put_back(tensor, value):
+            self._check_write(call, argument, tensor, kind="rebind")
 
     def _on_alias(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Eager gives back the argument where tracing makes a copy: the copy stands for the argument."""
@@ -279,15 +315,15 @@ class ToMutationGuard(TorchDispatchMode):
     def _on_functionalized(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writes_first: bool) -> Any:
         """A call under functionalize(), which shows no mode what is written: ask its counters, once it has run."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if writes_first and tensors:
-            self._on_write(f"Tensor.{func.__name__}", "self", tensors.pop(0))
+        operator = _compat.operator_run_by(func, args, kwargs)
+        if writes_first and tensors and self._is_written(operator, tensors[0]):
+            self._on_write(str(operator), "self", tensors.pop(0))
         before = [(tensor, _compat.count_writes(tensor), self._ledger.find(keys_of(tensor))) for tensor in tensors]
         result = func(*args, **kwargs)
         for tensor, count, side in before:
             if side is not None and _compat.count_writes(tensor) != count:
-                name = getattr(func, "__name__", str(func))
                 with _compat.no_torch_function():
-                    self._report(violation_of(f"Tensor.{name}", "self", tensor, side, here()))
+                    self._report(self._violation(str(operator), "self", tensor, side))
         return result
 
     def _is_put_back(self, tensor: torch.Tensor, value: Any) -> bool:
@@ -326,29 +362,85 @@ class ToMutationGuard(TorchDispatchMode):
         sides: list[tuple[Role, torch.Tensor]] = [("source", source), ("result", result)]
         for role, tensor in sides if copied else sides[1:]:
             watches = _watches((tensor,) if copied or result is source else (source, result))
+            # Operators are handed what a transform (vmap, grad) has wrapped, functions and methods the wrapper.
+            objects = (tensor,) if copied or result is source else (source, result)
+            subjects = [weakref.ref(each) for it in objects for each in (it, _compat.functorch_unwrap(it))]
             for key, gone in lives_of(tensor):
-                self._ledger.tag(key, Side(tag, role), gone, watches)
+                self._ledger.tag(key, Side(tag, role), gone, watches, subjects)
 
     def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, tensor in written_arguments(func, args, kwargs):
-            self._check_write(str(func), name, tensor, args)
+            if self._is_written(func, tensor):
+                self._check_write(str(func), name, tensor, args)
 
-    def _check_write(self, op: str, argument: str, tensor: torch.Tensor, operands: tuple[Any, ...] = ()) -> None:
+    def _is_written(self, operator: Any, tensor: torch.Tensor) -> bool:
+        """Whether ``operator`` changes more of ``tensor`` than an object that no conversion has to do with."""
+        if not rebinds(operator):
+            return True
+        keys = keys_of(tensor)
+        if self._ledger.is_subject(keys, tensor):
+            return True
+        self._ledger.let_through(keys)  # torch counts it as a write to all that share the memory
+        return False
+
+    def _check_write(
+        self,
+        call: str,
+        argument: str,
+        tensor: torch.Tensor,
+        operands: tuple[Any, ...] = (),
+        kind: Kind = "operator",
+    ) -> None:
         keys = keys_of(tensor)
         found = self._ledger.find(keys)
         if self._logging:
-            _log.debug("%s checked: %s is %s", op, argument, "tagged" if found else "not tagged")
+            _log.debug("%s checked: %s is %s", call, argument, "tagged" if found else "not tagged")
         if found is None:
             return
         self._ledger.let_through(keys)
         with _compat.no_torch_function():
-            violation = violation_of(op, argument, tensor, found, here(), operands)
+            violation = self._violation(call, argument, tensor, found, operands, kind)
         self._report(violation)
 
+    def _violation(
+        self,
+        call: str,
+        argument: str,
+        tensor: torch.Tensor,
+        found: Side,
+        operands: tuple[Any, ...] = (),
+        kind: Kind = "operator",
+    ) -> Violation:
+        place = here()
+        others = [meta_of(operand) for operand in operands if isinstance(operand, torch.Tensor)]
+        violation = violation_of(
+            call, argument, meta_of(tensor), found, place, others, allowed=self._reason_for(call, place), kind=kind
+        )
+        return replace(violation, version=_version(tensor))
+
+    def _reason_for(self, call: str, place: Place | None) -> str | None:
+        """Why a write is let through: for the reason in force, or, as a graph is run, for what was when it was made."""
+        reason = reason_in_force()
+        if reason is None and place is not None and place.stack_trace:
+            reason = self._noted(place, "allowed")
+            if reason is None and place.is_of_operator:
+                frames = frames_of_trace(place.stack_trace)
+                known = (key for key in self._learned if key[0] == call and is_among(frames, key[1]))
+                return next((self._learned[key] for key in known), None)
+        # Of a line that was let through once and not another time a graph does not tell which is which.
+        key = (call, frames_here())
+        self._learned[key] = reason if self._learned.get(key, reason) == reason else None
+        return reason
+
+    def _remember_node(self, stack_trace: str, node_name: str, name: str, value: Any) -> None:
+        """What :func:`_compat.note_node` tells."""
+        self._nodes.setdefault((stack_trace, node_name), {})[name] = value
+
+    def _noted(self, place: Place, name: str) -> Any:
+        return place.notes.get(name) or self._nodes.get((place.stack_trace, place.node_name), {}).get(name)
+
     def _report_unseen(self, side: Side) -> None:
-        conversion = side.tag.record()
-        help_ = advice("unseen write", "self", conversion, None, None, None, side.role)
-        self._report(Violation("unseen write", "self", side.role, None, None, "", conversion, help=help_))
+        self._report(violation_of("unseen write", "self", None, side, None, kind="unseen"))
 
     def _report(self, violation: Violation) -> None:
         self.violations.append(violation)
@@ -515,43 +607,102 @@ class ToMutationGuard(TorchDispatchMode):
 
 
 def violation_of(
-    op: str, argument: str, tensor: torch.Tensor, found: Side, place: Place | None, operands: tuple[Any, ...] = ()
+    call: str,
+    argument: str,
+    written: TensorMeta | None,
+    found: Side,
+    place: Place | None,
+    operands: Sequence[TensorMeta] = (),
+    *,
+    allowed: str | None = None,
+    kind: Kind = "operator",
 ) -> Violation:
+    """The record of a write: from records alone, so that no mode of the user's sees anything of it.
+
+    Args:
+        call: what writes: an operator's name, or what goes by in its place.
+        argument: the argument that is written.
+        written: dtype, device and shape of the tensor that is written, where that is known.
+        found: what hangs on its memory.
+        place: where the write is.
+        operands: dtype, device and shape of the operator's tensors.
+        allowed: the reason for which it is let through.
+        kind: of the record.
+
+    Returns:
+        The violation; its ``version`` is to be filled in.
+    """
     conversion = found.tag.record()
-    site = place.site() if place else None
-    written = write_at(site, op.split(".")[1]) if site else None
-    if written and any(_promotes(tensor, operand) for operand in operands):
-        written = replace(written, instead=None)  # out of place it would have another dtype
-    expression = written.expression if written else ""
-    role = role_of(found.role, conversion, written.base if written else _attribute(conversion, argument))
-    where = written.site if written else call_at(site) if site else None
+    call = place.as_written(call) if place else call
+    operator = call.split(".")[1] if "." in call else call  # a higher-order operator has no namespace
+    site = place.write_site(operator) if place else None
+    text = write_at(site, operator) if site else None
+    if text and written and any(_promotes(written, operand) for operand in operands):
+        text = replace(text, instead=None)  # out of place it would have another dtype
+    role = role_of(found.role, conversion, text.base if text else _attribute(conversion, argument))
+    where = text.site if text else call_at(site) if site else None
     return Violation(
-        op=op,
+        op=None if kind != "operator" or call.startswith("Tensor.") else call,  # as apply_, which runs no operator
         argument=argument,
         role=role,
-        version=_version(tensor),
+        version=None,
         site=where,
         module=module_path(place),
         conversion=conversion,
-        allowed=_allowances.reason_for(place, site),
-        expression=expression,
-        written=meta_of(tensor),
-        help=advice(op, argument, conversion, written, where, inplace_module(place), role),
+        allowed=allowed,
+        expression=text.expression if text else "",
+        written=written,
+        help=advice(argument, conversion, text, where, inplace_module(place), role),
+        kind=kind,
+        call=call,
     )
 
 
-def _promotes(tensor: torch.Tensor, operand: Any) -> bool:
-    if not isinstance(operand, torch.Tensor):
-        return False
-    try:
-        return torch.result_type(tensor, operand) != tensor.dtype
-    except RuntimeError:  # quantized dtypes have no rules
-        return False
+def _promotes(written: TensorMeta, operand: TensorMeta) -> bool:
+    """Whether the two make a result of another dtype than ``written`` has."""
+    with _compat.no_modes():
+        try:
+            return torch.result_type(_like(written), _like(operand)) != written.dtype
+        except RuntimeError:  # quantized dtypes have no rules
+            return False
+
+
+def _like(meta: TensorMeta) -> torch.Tensor:
+    """A tensor of our own that promotes as the one of which ``meta`` tells: one without dimensions has less weight."""
+    return torch.empty((0,) if meta.shape else (), dtype=meta.dtype, device="cpu")
 
 
 def _attribute(conversion: Conversion, argument: str) -> str:
     """``norm.running_mean`` when that was converted and the argument ``running_mean`` is written."""
     return conversion.expression if conversion.expression.endswith(f".{argument}") else ""
+
+
+_TAKEN_OFF: Final = (
+    "a mode of this ToMutationGuard was taken off the stack by other code, so what ran since then was not guarded; the "
+    "guard is left all the same"
+)
+
+
+def _take_off_function_mode(
+    mode: ConversionMode,
+    exc_type: type[BaseException] | None,
+    exc: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    with _compat.function_mode_on_top(mode) as found:
+        mode.__exit__(exc_type, exc, traceback)
+    if not found and exc is None:
+        raise RuntimeError(_TAKEN_OFF)
+
+
+def _unwind(
+    functorch_depth: int,
+    exc_type: type[BaseException] | None,
+    exc: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    if exc is not None:
+        _compat.unwind_functorch(functorch_depth)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -688,115 +839,6 @@ def _dynamo_callbacks(decorator: ToMutationGuard) -> tuple[Callable[[Any], None]
     return start, stop
 
 
-# ---- writes that are let through
-
-
-class _Allowances(threading.local):
-    """The reasons in force on this thread, innermost last; and those for nodes of a graph that Dynamo made."""
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-        # The reason by a node's stack trace and name: strict export runs Dynamo's graph, not the user's code.
-        self.traces: dict[tuple[str, str], str] = {}
-        self.lines: dict[tuple[str, int], str] = {}  # those in force at lines that a guard has let through
-
-    def reason_for(self, place: Place | None, site: Site | None) -> str | None:
-        line = (site.filename, site.lineno) if site else ("", 0)
-        if self.reasons:
-            self.lines[line] = self.reasons[-1]
-            return self.reasons[-1]
-        if place is None or not place.stack_trace:
-            return None
-        # A graph is being run: one that Dynamo made, or an exported one (run_decompositions() in the same guard).
-        return self.traces.get((place.stack_trace, place.node_name)) or self.lines.get(line)
-
-    def forget(self) -> None:
-        self.traces.clear()
-        self.lines.clear()
-
-
-_allowances = _Allowances()
-
-
-class allow_mutation:  # reads as a function, as torch.no_grad does
-    """Let writes to converted tensors through, for a stated reason; they are recorded as allowed.
-
-    Args:
-        reason: why the write is safe.
-
-    Raises:
-        TypeError: when ``reason`` is not a string.
-        ValueError: when it is empty.
-
-    Example:
-        >>> import torch
-        >>> from dispatch_guard import ToMutationGuard, allow_mutation
-        >>> x = torch.zeros(2)
-        >>> with ToMutationGuard() as guard:
-        ...     y = x.float()
-        ...     with allow_mutation("x is not used again"):
-        ...         _ = y.add_(5)
-        >>> [v.allowed for v in guard.violations]
-        ['x is not used again']
-    """
-
-    def __init__(self, reason: str) -> None:
-        if not isinstance(reason, str):
-            raise TypeError(f"allow_mutation takes the reason, a string, not {reason!r}")
-        if not reason.strip():
-            raise ValueError("allow_mutation needs a reason: say why the write is safe")
-        self.reason = reason
-
-    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
-        """Let the writes of each call of ``fn`` through."""
-        reason = self.reason
-
-        @functools.wraps(fn)
-        def allowing(*args: P.args, **kwargs: P.kwargs) -> R:
-            with allow_mutation(reason):  # Dynamo takes only those that the traced code makes itself
-                return fn(*args, **kwargs)
-
-        return allowing
-
-    def __enter__(self) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            reason = self.reason  # noqa: F841  # _start_allowing reads it
-            torch._dynamo.comptime.comptime(_start_allowing)
-        else:
-            _allowances.reasons.append(self.reason)
-
-    def __exit__(self, *exc_info: object) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            torch._dynamo.comptime.comptime(_stop_allowing)
-        else:
-            _allowances.reasons.pop()
-
-
-_allowed_in_dynamo: list[tuple[str, int]] = []  # reason, and how many nodes the graph had
-
-
-def _start_allowing(context: Any) -> None:
-    reason = context.get_local("reason").as_python_constant()
-    output = _compat.dynamo_output(context)
-    entry = (reason, len(output.graph.nodes))
-    _allowed_in_dynamo.append(entry)
-    _allowances.reasons.append(reason)
-
-    def abandon() -> None:
-        if entry in _allowed_in_dynamo:
-            _allowed_in_dynamo.remove(entry)
-            _allowances.reasons.remove(reason)
-
-    output.add_cleanup_hook(abandon)
-
-
-def _stop_allowing(context: Any) -> None:
-    reason, start = _allowed_in_dynamo.pop()
-    _allowances.reasons.pop()
-    for node in list(_compat.dynamo_output(context).graph.nodes)[start:]:
-        _allowances.traces[node.meta.get("stack_trace", ""), node.name] = reason
-
-
 _compat.leave_to_python(ToMutationGuard.__torch_dispatch__)
 
-ToMutationGuard.__module__ = allow_mutation.__module__ = "dispatch_guard"
+ToMutationGuard.__module__ = "dispatch_guard"

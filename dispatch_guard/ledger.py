@@ -10,6 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 Tag = TypeVar("Tag")
 Life = Callable[[], bool]
+Subject = Callable[[], object]  # an object that was itself tagged, as a weak reference to it
 Counter = Callable[[], int | None]  # a version counter's value now; None when it can no longer be read
 
 
@@ -21,12 +22,14 @@ class Watch(NamedTuple):
 
 
 class _Entry(Generic[Tag]):
-    __slots__ = ("gone", "stale", "tag", "watches")
+    __slots__ = ("gone", "stale", "subjects", "sweep_at", "tag", "watches")
 
     def __init__(self, tag: Tag, gone: Life) -> None:
         self.tag = tag
         self.gone = gone
         self.watches: list[Watch] = []
+        self.subjects: dict[int, Subject] = {}
+        self.sweep_at = 8
         self.stale = False  # a write was let through: its counters move once the write has run
 
 
@@ -66,8 +69,10 @@ class Ledger(Generic[Tag]):
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def tag(self, key: Hashable, tag: Tag, gone: Life, watches: Iterable[Watch] = ()) -> None:
-        """Hang ``tag`` on ``key`` in place of an earlier one."""
+    def tag(
+        self, key: Hashable, tag: Tag, gone: Life, watches: Iterable[Watch] = (), subjects: Iterable[Subject] = ()
+    ) -> None:
+        """Hang ``tag`` on ``key`` in place of an earlier one, whose subjects stay."""
         group = self._groups.get(key)
         if group is not None:
             key, gone = group.key, group.gone
@@ -78,7 +83,18 @@ class Ledger(Generic[Tag]):
             entry = self._entries[key] = _Entry(tag, gone)
         entry.tag = tag
         entry.watches = list(watches)
+        entry.subjects.update((id(subject), subject) for subject in subjects)  # a weak reference is one for its object
+        if len(entry.subjects) > entry.sweep_at:
+            entry.subjects = {name: subject for name, subject in entry.subjects.items() if subject() is not None}
+            entry.sweep_at = max(8, 2 * len(entry.subjects))
         entry.stale = False
+
+    def is_subject(self, keys: Iterable[Hashable], candidate: object) -> bool:
+        """Whether ``candidate`` itself, and not only what it shares ``keys`` with, was tagged."""
+        entries = (self._live(key) for key in keys)
+        return any(
+            subject() is candidate for entry in entries if entry is not None for subject in entry.subjects.values()
+        )
 
     def join(self, key: Hashable, gone: Life, other: Hashable, other_gone: Life) -> None:
         """From now on ``key`` stands for what ``other`` stands for."""

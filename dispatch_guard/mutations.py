@@ -135,6 +135,15 @@ def is_composite_of_user(func: Any) -> bool:
 
 
 @functools.cache
+def rebinds(func: Any) -> bool:
+    """Whether ``func`` changes a tensor object (its shape, strides, or which memory it has) and no memory.
+
+    torch tags these (aten/src/ATen/native/tags.yaml, ``inplace_view``): ``t_``, ``unsqueeze_``, ``set_``, ``resize_``.
+    """
+    return isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags
+
+
+@functools.cache
 def is_plain(func: Any) -> bool:
     """Whether ``func`` only reads and is torch's own: nothing has to be looked at."""
     return isinstance(func, OpOverload) and write_plan(func) is None and not has_user_kernel(func)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from .source import Written, copying
+from .source import STORING, Owner, Written, copying, owner_of
 from .violations import Conversion, Role, Site, TensorMeta, Violation
 
 _WIDTH = 100  # source lines and sentences are clipped or wrapped to this
@@ -34,7 +34,7 @@ def render(violation: Violation) -> str:
 
 def headline(violation: Violation) -> str:
     """The first line of the message, which stands alone."""
-    return f"in-place {violation.op} on the {violation.role} of {violation.conversion.call}"[:119]
+    return f"in-place {violation.call or violation.op} on the {violation.role} of {violation.conversion.call}"[:119]
 
 
 def _earlier(conversion: Conversion) -> list[Conversion]:
@@ -192,7 +192,6 @@ def role_of(role: Role, conversion: Conversion, expression: str) -> Role:
 
 
 def advice(
-    op: str,
     argument: str,
     conversion: Conversion,
     written: Written | None,
@@ -203,8 +202,7 @@ def advice(
     """What to do about a write, a line each; every line is proven by a test.
 
     Args:
-        op: the operator that writes.
-        argument: its argument that is written.
+        argument: the argument of the operator that is written.
         conversion: the conversion before it.
         written: the write in the user's source, where it can be told.
         site: where the write is.
@@ -214,13 +212,39 @@ def advice(
     Returns:
         The lines, the best first.
     """
-    lines = []
+    move = "move the write before the conversion, if it is meant to change both"
+    if role == "result" and (kept := _writing_back(conversion, written, inplace)) is not None:
+        return (kept, move)
     own = _own_way(argument, conversion, written, site, inplace)
-    if own is not None:
-        lines.append(own)
-    lines.append(_copy_way(conversion, written, role))
-    lines.append("move the write before the conversion, if it is meant to change both")
-    return tuple(lines)
+    if role == "source" and written is not None and _outlives(conversion):
+        own = None  # a new tensor under the same name is not the one that others have
+    return tuple(line for line in (own, _copy_way(conversion, written, role), move) if line is not None)
+
+
+def _outlives(conversion: Conversion) -> Owner | None:
+    """Who else has the tensor that was converted, as far as the source tells."""
+    return owner_of(conversion.expression, conversion.site) if conversion.site else None
+
+
+def _writing_back(conversion: Conversion, written: Written | None, inplace: str | None) -> str | None:
+    """How a write to the result reaches what was converted on every device, if it is an update that others are to see.
+
+    That is so for what an object holds (a buffer), and for an argument where the write stores values in it; other
+    writes to what came of an argument are taken for work on a value, of which the caller is to see nothing.
+    """
+    source, target = conversion.expression, conversion.target
+    owner = _outlives(conversion)
+    stores = written is not None and written.name in STORING
+    if owner is None or target == source or (written is None and inplace is None):
+        return None
+    if owner == "caller" and (conversion.copied or not stores):
+        return None
+    if not target:
+        return f"write to {source} itself, without a conversion"
+    copy = copying(conversion.text, str(conversion.result.dtype)) if len(conversion.text) <= 80 else None
+    copied = f"{target} = {copy}" if copy is not None else f"convert {source} with copy=True"
+    lost = f"if this is to update {source}, which it does not do here: " if conversion.copied else ""
+    return f"{lost}take a copy and write it back: {copied}, and after the write {source}.copy_({target})"
 
 
 def _own_way(
@@ -270,7 +294,7 @@ def _copy_way(conversion: Conversion, written: Written | None, role: Role) -> st
 # ---- reports of many
 
 FORMATS = ("text", "json", "sarif", "github")
-JSON_VERSION = 1
+JSON_VERSION = 2
 
 
 def report(violations: Sequence[Violation], conversions: int, format: str = "text") -> str:
@@ -326,7 +350,9 @@ def _json(groups: list[tuple[Violation, int]], conversions: int) -> dict[str, An
         "violations": [
             {
                 "count": count,
+                "kind": violation.kind,
                 "op": violation.op,
+                "call": violation.call,
                 "argument": violation.argument,
                 "role": violation.role,
                 "allowed": violation.allowed,

@@ -5,6 +5,7 @@ Only this module knows how each tracer remembers where the user's code is.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import re
@@ -18,9 +19,13 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch._ops import OpOverload
 
-from .source import characters, qualified_name
+from . import _compat
+from .source import calls_in, characters, conversion_below, qualified_name, write_below
 from .violations import Site
+
+Frames = tuple[tuple[str, int], ...]  # the user's, by file and line, innermost last
 
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _OURS: Final = os.path.dirname(__file__) + os.sep
@@ -38,7 +43,19 @@ _internal: dict[CodeType, bool] = {}
 class Place:
     """Where something happened, remembered cheaply; :meth:`site` turns it to text."""
 
-    __slots__ = ("_caller", "_code", "_lasti", "_modules", "_node_modules", "_positions", "_trace", "node_name")
+    __slots__ = (
+        "_caller",
+        "_code",
+        "_lasti",
+        "_modules",
+        "_node_modules",
+        "_positions",
+        "_trace",
+        "is_of_numpy",
+        "is_of_operator",
+        "node_name",
+        "notes",
+    )
 
     def __init__(self, modules: list[weakref.ref[nn.Module]]) -> None:
         self._caller: Place | None = None  # the nearest place outside of installed libraries, if this is in one
@@ -47,6 +64,9 @@ class Place:
         self._positions: tuple[int | None, ...] | None = None
         self._trace = ""
         self.node_name = ""  # of the graph node, where a graph was being run
+        self.is_of_numpy = False  # whether that node stands for something that the user did with numpy
+        self.is_of_operator = False  # whether it is an operator's, as in an exported program, and none of Dynamo's
+        self.notes: dict[str, Any] = {}  # what was noted on that node as Dynamo made it
         self._node_modules: Any = None
         self._modules = modules
 
@@ -59,10 +79,85 @@ class Place:
     def is_at(self, frame: FrameType) -> bool:
         return self._code is frame.f_code and self._lasti == frame.f_lasti
 
+    def conversion_site(self, names: frozenset[str]) -> Site | None:
+        """:meth:`site` of a conversion by one of ``names``."""
+        site = self.site()
+        below = conversion_below(site, names, self._lookup) if site and self._ends_in_forward(site) else None
+        return below or site
+
+    def write_site(self, operator: str) -> Site | None:
+        """:meth:`site` of a write by ``operator``."""
+        site = self.site()
+        below = write_below(site, operator, self._lookup) if site and self._ends_in_forward(site) else None
+        return below or site
+
+    def _ends_in_forward(self, site: Site) -> bool:
+        """Whether a graph's node may come from a function that ``forward`` calls at ``site``.
+
+        Of a program that is exported with ``strict=False`` torch keeps the frames of ``forward`` only
+        (torch/fx/proxy.py, ``_filter_traceback_frames``: 2.10 to 2.15).
+        """
+        functions = [match["function"] for match in _TRACE_FRAME.finditer(self._trace)]
+        return bool(functions) and all(function == "forward" for function in functions)
+
+    def _lookup(self, filename: str, called: str) -> tuple[str, int] | None:
+        """Where the function is that is called so in a file, as far as its module is loaded."""
+        names = called.split(".")
+        if not all(name.isidentifier() for name in names):
+            return None
+        owner: Any = next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == filename), None)
+        if names[0] == "self":
+            owner, names = self._module_type(), names[1:]
+        for name in names:
+            owner = inspect.getattr_static(owner, name, None)
+        code = getattr(inspect.unwrap(getattr(owner, "__func__", owner)), "__code__", None) if owner else None
+        if not isinstance(code, CodeType) or _is_internal(code):
+            return None
+        return code.co_filename, code.co_firstlineno
+
+    def _module_type(self) -> Any:
+        """The class of the innermost module, where a graph tells and it is loaded."""
+        if not self._node_modules:
+            return None
+        kind = next(reversed(self._node_modules.values()))[1]
+        if not isinstance(kind, str):
+            return kind
+        home = max((name for name in list(sys.modules) if kind.startswith(f"{name}.")), key=len, default=None)
+        owner: Any = None if home is None else sys.modules[home]
+        for name in kind[len(home or "") + 1 :].split("."):
+            owner = getattr(owner, name, None)
+        return owner
+
+    def as_written(self, call: str) -> str:
+        """The operator that the user has written, where Dynamo makes another one of it (``addcmul_`` a ``copy_``)."""
+        rewritten = {name: own for (name, seen), own in _REWRITTEN.items() if seen == call} if self._trace else {}
+        if not rewritten:
+            return call
+        frames = [match for match in _TRACE_FRAME.finditer(self._trace) if _DYNAMO not in match["file"]]
+        called = calls_in(*_text_of_frame(frames[-1], self._trace)) if frames else []
+        names = [name for name in rewritten if name in called]
+        if len(names) != 1 or (call.split(".")[1] in called and called[0] != names[0]):
+            return call
+        return rewritten[names[0]]
+
     @property
     def stack_trace(self) -> str:
         """The graph node's stack trace, where a graph was being run."""
         return self._trace
+
+
+# What Dynamo makes of an operator with a scalar that it must not ask for: the name written and the operator seen, and
+# the operator written (torch/_dynamo/variables/tensor.py and torch.py, torch/_dynamo/polyfills: 2.10 to 2.15).
+_REWRITTEN: Final = {
+    ("addcmul_", "aten.copy_.default"): "aten.addcmul_.default",
+    ("addcdiv_", "aten.copy_.default"): "aten.addcdiv_.default",
+    ("add_", "aten.copy_.default"): "aten.add_.Tensor",
+    ("addcmul_", "aten.add_.Tensor"): "aten.addcmul_.default",
+    ("addcdiv_", "aten.add_.Tensor"): "aten.addcdiv_.default",
+    ("_foreach_lerp_", "aten._foreach_add_.List"): "aten._foreach_lerp_.Scalar",
+    ("_foreach_lerp_", "aten._foreach_addcmul_.Scalar"): "aten._foreach_lerp_.Scalar",
+}
+_DYNAMO: Final = f"{os.sep}torch{os.sep}_dynamo{os.sep}"
 
 
 def here(frame: FrameType | None = None) -> Place | None:
@@ -122,6 +217,9 @@ def place_of_node(node: Any, modules: list[weakref.ref[nn.Module]], frame: Frame
     place = Place(modules)
     place._trace = trace
     place.node_name = node.name
+    place.is_of_numpy = is_of_numpy(node)
+    place.is_of_operator = isinstance(node.target, OpOverload)
+    place.notes = _compat.notes_of(node)
     place._node_modules = node.meta.get("nn_module_stack")
     return place
 
@@ -175,6 +273,45 @@ def _place_of_dynamo(frame: FrameType, modules: list[weakref.ref[nn.Module]]) ->
     return place
 
 
+def is_of_numpy(node: fx.Node) -> bool:
+    """Whether a conversion's node stands for something that the user did with numpy, as far as a graph tells.
+
+    Dynamo traces an ndarray as a tensor (torch/_dynamo/variables/tensor.py, ``NumpyNdarrayVariable``: 2.10 to 2.15):
+    of ``torch.from_numpy`` it makes ``torch.as_tensor``, of ``x.numpy(force=True)`` ``x.detach().cpu()``.
+    """
+    name = (node.meta.get("torch_fn") or ("", ""))[1].partition(".")[2]
+    if not name:
+        return False
+    source: Any = node.args[0]
+    if _is_ndarray(node):
+        return True
+    if name in ("as_tensor", "asarray") and isinstance(source, fx.Node):
+        made_here = source.op == "call_function" and source.meta.get("torch_fn") == node.meta["torch_fn"]
+        if made_here or _is_ndarray(source):
+            return True
+    called = _called_at(node)
+    return name not in called and not {"from_numpy", "numpy"}.isdisjoint(called)
+
+
+def _is_ndarray(node: Any) -> bool:
+    """Whether a node's value is an ndarray to the user."""
+    if not isinstance(node, fx.Node):
+        return False
+    functions = node.meta.get("source_fn_stack") or [("", None)]
+    if str(functions[-1][0]).startswith("wrapped_") and type(functions[-1][1]).__module__ != "builtins":
+        return type(functions[-1][1]).__module__ == "torch._dynamo.utils"
+    views = node.target is torch.ops.aten.view_as.default and node.args[0] is node.args[1]
+    return (views or node.target in _TO_NUMPY) and "numpy" in _called_at(node)
+
+
+_TO_NUMPY: Final = tuple(getattr(torch.ops.aten.to, name) for name in torch.ops.aten.to.overloads())
+
+
+def _called_at(node: fx.Node) -> list[str]:
+    frames = [match for match in _TRACE_FRAME.finditer(node.meta.get("stack_trace") or "") if _is_users(match["file"])]
+    return calls_in(*_text_of_frame(frames[-1], node.meta["stack_trace"])) if frames else []
+
+
 def _is_internal(code: CodeType) -> bool:
     known = _internal.get(code)
     if known is None:
@@ -224,6 +361,50 @@ def site_of_trace(trace: str) -> Site | None:
         return site
     callers = [frame for frame in frames if not _is_installed(frame["file"])]
     return replace(site, caller=_site_of_frame(callers[-1], trace)) if callers else site
+
+
+def _text_of_frame(frame: re.Match[str], trace: str) -> tuple[str, str, int]:
+    """What a trace underlines below a frame (``""`` where nothing), and its file and line."""
+    following = trace[frame.end() :].lstrip("\n").splitlines()
+    code, carets = (*following[:2], "", "")[:2]
+    marked = re.search(r"[~^]+", carets) if re.fullmatch(r"[ ~^]+", carets) else None
+    return code[marked.start() : marked.end()] if marked else "", frame["file"], int(frame["line"])
+
+
+# ---- frames: where a graph's nodes come from, compared with where something was as the graph was made
+
+
+def frames_here() -> Frames:
+    """All of the user's places on the stack; where a graph is being run, those of its node."""
+    frame: FrameType | None = sys._getframe(1)
+    frames: list[tuple[str, int]] = []
+    while frame is not None:
+        place = _place_in(frame, [])
+        if place is not None and place._trace:
+            frames += reversed(frames_of_trace(place._trace))
+        elif place is not None:
+            frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(reversed(frames))
+
+
+def frames_of_trace(trace: str) -> Frames:
+    """The user's places in a graph node's ``stack_trace``."""
+    return tuple(
+        (match["file"], int(match["line"])) for match in _TRACE_FRAME.finditer(trace) if _is_users(match["file"])
+    )
+
+
+def is_among(some: Frames, all_of_them: Frames) -> bool:
+    """Whether ``some`` are in ``all_of_them``, in that order: torch keeps only frames of ``forward`` in some graphs.
+
+    Example:
+        >>> from dispatch_guard.sites import is_among
+        >>> is_among((("a", 1), ("c", 3)), (("a", 1), ("b", 2), ("c", 3))), is_among((), (("a", 1),))
+        (True, False)
+    """
+    remaining = iter(all_of_them)
+    return bool(some) and all(frame in remaining for frame in some)
 
 
 def _is_users(filename: str) -> bool:

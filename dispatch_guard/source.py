@@ -10,12 +10,13 @@ import builtins
 import functools
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from .violations import Site
 
+Owner = Literal["object", "caller"]
 WriteKind = Literal["method", "augmented", "item", "out", "inplace", "call"]
 
 
@@ -42,6 +43,7 @@ class Written:
     kind: WriteKind
     instead: str | None
     site: Site
+    name: str  # of what is called, "" where nothing is
 
 
 _SYMBOLS: Final = {"add_": "+", "sub_": "-", "mul_": "*", "div_": "/"}
@@ -67,6 +69,8 @@ _NO_TWIN: Final = frozenset(
 _OVERWRITES: Final = frozenset(
     "copy_ uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ bernoulli_".split()
 )
+# Operators that put given values where others were.
+STORING: Final = frozenset("copy_ index_copy_ index_put_ scatter_ masked_scatter_ put_ slice_scatter_".split())
 _VIEW_METHODS: Final = frozenset(
     "view view_as reshape flatten unflatten squeeze unsqueeze transpose permute t narrow select chunk split unbind "
     "diagonal expand expand_as as_strided detach movedim swapaxes unfold".split()
@@ -109,6 +113,77 @@ def write_at(site: Site, operator: str) -> Written | None:
     return None
 
 
+Lookup = Callable[[str, str], tuple[str, int] | None]  # where a function is, by the file and the text of a call's func
+
+
+def conversion_below(site: Site, names: frozenset[str], lookup: Lookup) -> Site | None:
+    """The one call of ``names`` in the functions that the line at ``site`` calls, and that these call."""
+
+    def is_it(node: ast.AST, parent: ast.AST | None) -> bool:
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _called(node) in names
+
+    return None if conversion_at(site, names) else _one_below(site, is_it, lookup)
+
+
+def write_below(site: Site, operator: str, lookup: Lookup) -> Site | None:
+    """The one write by ``operator`` in the functions that the line at ``site`` calls, and that these call."""
+
+    def is_it(node: ast.AST, parent: ast.AST | None) -> bool:
+        return _as_write(node, parent, operator, site, False) is not None
+
+    return None if any(is_it(*each) for each in _nodes_at(site)) else _one_below(site, is_it, lookup)
+
+
+def _one_below(site: Site, is_it: Callable[[ast.AST, ast.AST | None], bool], lookup: Lookup) -> Site | None:
+    found: list[Site] = []
+    seen: set[tuple[str, int]] = set()
+    todo = [
+        (site.filename, _text(node.func), _enclosing(site.filename, site.lineno))
+        for node, _ in _nodes_at(site)
+        if isinstance(node, ast.Call)
+    ]
+    while todo and len(seen) < 64:
+        filename, called, around = todo.pop()
+        function = _definition(filename, called, around, lookup)
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        path = _enclosing(*function)
+        body = next((node for node in reversed(path) if isinstance(node, ast.FunctionDef)), None)
+        for node, parent in _walk(body) if body is not None else ():
+            if is_it(node, parent):
+                lineno: int = node.lineno  # type: ignore[attr-defined]
+                line = linecache.getline(function[0], lineno).rstrip("\n")
+                name = qualified_name(function[0], lineno, body.name if body is not None else "")
+                found.append(Site(function[0], lineno, None, None, None, name, line))
+            if isinstance(node, ast.Call):
+                todo.append((function[0], _text(node.func), path))
+    return found[0] if len(found) == 1 else None
+
+
+def _walk(root: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None]]:
+    """All nodes below ``root``, each with its parent."""
+    for parent in ast.walk(root):
+        for node in ast.iter_child_nodes(parent):
+            yield node, parent
+
+
+def _definition(filename: str, called: str, around: list[ast.AST], lookup: Lookup) -> tuple[str, int] | None:
+    """Where the function is that ``called`` names (``self.step``, ``helper``), in the program or else in its text."""
+    known = lookup(filename, called)
+    if known is not None:
+        return known
+    owner, _, name = called.rpartition(".")
+    scopes = [node for node in around if isinstance(node, ast.ClassDef if owner else (ast.Module, ast.FunctionDef))]
+    if owner not in ("", "self", "cls"):
+        return None
+    for scope in reversed(scopes):
+        for node in getattr(scope, "body", ()):
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                return filename, node.lineno
+    return None
+
+
 def call_at(site: Site) -> Site:
     """``site`` with the columns of its one outermost call, where only its line is known."""
     if site.col is not None:
@@ -117,6 +192,21 @@ def call_at(site: Site) -> Site:
     inner = {id(child) for call in calls for child in ast.walk(call) if child is not call}
     outermost = [call for call in calls if id(call) not in inner]
     return _at(site, outermost[0]) if len(outermost) == 1 else site
+
+
+def calls_in(text: str, filename: str, lineno: int) -> list[str]:
+    """The names that are called in ``text``, or without one, at a line of a file; outer ones before inner ones.
+
+    Example:
+        >>> calls_in("y.copy_(x.sin()).add_(1)", "", 1)
+        ['add_', 'copy_', 'sin']
+    """
+    site = Site(filename, lineno, None, None, None, "", "")
+    try:
+        nodes = list(ast.walk(ast.parse(text.strip(), mode="eval"))) if text else [node for node, _ in _nodes_at(site)]
+    except SyntaxError:
+        nodes = [node for node, _ in _nodes_at(site)]
+    return [name for node in nodes if isinstance(node, ast.Call) and (name := _called(node))]
 
 
 def copying(text: str, dtype: str) -> str | None:
@@ -203,24 +293,18 @@ def _as_write(node: ast.AST, parent: ast.AST | None, operator: str, site: Site, 
     name = _called(node)
     writes = name == operator or (any_name and name is not None and re.fullmatch(r".*[^_]_", name) is not None)
     if writes and isinstance(node.func, ast.Attribute) and not _is_module(node.func.value):
-        return _written(node.func.value, "method", _twin(node, parent), _at(site, node))
+        return _written(node.func.value, "method", _twin(node, parent), _at(site, node), name or "")
     inplace = keywords.get("inplace")
     if isinstance(inplace, ast.Constant) and inplace.value is True and node.args:
         return _written(node.args[0], "inplace", None, _at(site, node))
     if writes and node.args:  # torch.relu_(y), nn.init.zeros_(y)
-        return _written(node.args[0], "call", None, _at(site, node))
+        return _written(node.args[0], "call", None, _at(site, node), name or "")
     return None
 
 
-def _written(expression: ast.expr, kind: WriteKind, instead: str | None, site: Site) -> Written:
-    base = expression
-    while True:
-        if isinstance(base, ast.Subscript) or (isinstance(base, ast.Attribute) and base.attr in _VIEW_ATTRIBUTES):
-            base = base.value
-        elif isinstance(base, ast.Call) and isinstance(base.func, ast.Attribute) and base.func.attr in _VIEW_METHODS:
-            base = base.func.value
-        else:
-            return Written(_text(expression), _text(base), kind, instead, site)
+def _written(expression: ast.expr, kind: WriteKind, instead: str | None, site: Site, name: str = "") -> Written:
+    base = _base(expression) or expression
+    return Written(_text(expression), _text(base), kind, instead, site, name)
 
 
 def _arguments(call: ast.Call, without: str = "") -> list[str] | None:
@@ -258,8 +342,9 @@ def _twin_value(call: ast.Call, written: ast.expr, name: str) -> str | None:
         return f"{target} {_SYMBOLS[name]} {receiver(arguments[0])}"
     if name == "zero_":
         return f"torch.zeros_like({target})"
-    if name == "fill_" and len(arguments) == 1 and _is_number(call.args[0]):
-        return f"torch.full_like({target}, {arguments[0]})"
+    if name == "fill_" and len(arguments) == 1:
+        value = call.args[0] if call.args else call.keywords[0].value
+        return f"torch.full_like({target}, {_text(value)})" if _is_number(value) else None
     if name in _OVERWRITES:
         return f"torch.empty_like({target}).{name}({', '.join(arguments)})"
     if name in _NO_TWIN or not name.endswith("_"):
@@ -309,6 +394,66 @@ def is_bound_once(name: str, site: Site) -> bool:
         elif isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:
             return False
     return bindings == 1
+
+
+def owner_of(expression: str, site: Site) -> Owner | None:
+    """Who has the tensor that ``expression`` stands for beside the function at ``site``, as far as its text tells.
+
+    An object has what is an attribute (``self.past``, ``cache.keys[0]``), the caller what came as an argument or is no
+    variable of the function's own, nobody else what was made in there.
+    """
+    try:
+        node: ast.expr | None = ast.parse(expression, mode="eval").body
+    except SyntaxError:
+        return None
+    functions = [
+        enclosing
+        for enclosing in _enclosing(site.filename, site.lineno)
+        if isinstance(enclosing, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+    ]
+    for _ in range(8):  # names that stand for other names
+        node = _base(node)
+        if isinstance(node, ast.Attribute):
+            return "object"
+        if not isinstance(node, ast.Name) or not functions:
+            return None
+        values = _bindings(functions[-1], node.id, site.lineno)
+        if values is None:
+            return "caller"
+        if len(values) != 1:
+            return None
+        node = values[0]
+        if node is None:
+            return "caller"
+    return None
+
+
+def _base(node: ast.expr | None) -> ast.expr | None:
+    """What ``node`` is a view of: ``y`` for ``y[0].view(-1)``."""
+    while True:
+        if isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr in _VIEW_ATTRIBUTES):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _VIEW_METHODS:
+            node = node.func.value
+        else:
+            return node
+
+
+def _bindings(function: ast.AST, name: str, before: int) -> list[ast.expr | None] | None:
+    """The values that ``name`` gets in a function before a line, ``None`` for the caller's.
+
+    ``None`` in place of the list where it is no variable of the function's own.
+    """
+    nodes = list(ast.walk(function))
+    simple = {
+        id(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign) and len(node.targets) == 1
+    }
+    arguments = [None for node in nodes if isinstance(node, ast.arg) and node.arg == name]
+    stores = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    stores = [node for node in stores if not isinstance(node.ctx, ast.Load)]
+    if not arguments and not stores:
+        return None
+    return [*arguments, *(simple.get(id(node), ast.Constant(None)) for node in stores if node.lineno < before)]
 
 
 def _called(call: ast.Call) -> str | None:

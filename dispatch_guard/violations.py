@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 Role = Literal["result", "source"]
+Kind = Literal["operator", "rebind", "unseen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +74,21 @@ class Conversion:
 class Violation:
     """One in-place write to a tensor that has been through a conversion.
 
-    ``op`` is the operator (``"aten.add_.Tensor"``), ``argument`` the written argument of its schema, ``role`` the side
-    of the conversion that it shares memory with, ``version`` the tensor's version counter at the time (``None`` for
-    inference tensors).  ``allowed`` is the reason given to :func:`~dispatch_guard.allow_mutation`, or ``None``.
+    ``kind`` is ``"operator"`` for a write by an operator of torch or by a method that runs none (``apply_``);
+    ``"rebind"`` where the tensor object is given other memory by what is no operator (``tensor.data = other``,
+    ``torch.utils.swap_tensors``); ``"unseen"`` for a write that no mode saw but that moved a version counter, which
+    has no site.  ``op`` is the operator's name (``"aten.add_.Tensor"``), ``None`` where none ran, and ``call`` what the
+    write goes by in messages: that name, or ``"Tensor.data"``, ``"Tensor.apply_"``, ``"unseen write"``.
+
+    ``argument`` is the written argument of the operator's schema, ``role`` the side of the conversion that it shares
+    memory with, ``version`` the tensor's version counter at the time (``None`` for inference tensors).  ``allowed`` is
+    the reason given to :func:`~dispatch_guard.allow_mutation`, or ``None``.
 
     ``expression`` is the user's text for the written tensor (``""`` where the source does not tell), ``written`` its
     dtype, device and shape, and ``help`` what to do, a line each.
-
-    A write that no mode saw but that moved a version counter has ``op="unseen write"`` and no site.
     """
 
-    op: str
+    op: str | None
     argument: str
     role: Role
     version: int | None
@@ -94,6 +99,8 @@ class Violation:
     expression: str = ""
     written: TensorMeta | None = None
     help: tuple[str, ...] = ()
+    kind: Kind = "operator"
+    call: str = ""
 
 
 class ToMutationError(RuntimeError):

@@ -874,7 +874,8 @@ def test_an_assignment_to_data_is_a_write() -> None:
             return y + z
 
     (violation,) = check_program(exported(Program(), torch.ones(3)))
-    assert violation.op == "Tensor.data" and violation.role == "source"
+    assert (violation.kind, violation.op, violation.call) == ("rebind", None, "Tensor.data")
+    assert violation.role == "source"
 
 
 def test_a_copy_whose_surroundings_are_read_is_refused() -> None:

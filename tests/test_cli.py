@@ -490,7 +490,7 @@ def test_json_of_all_targets_is_one_document(programs: str, capsys: pytest.Captu
     targets = [f"{programs}:{name}" for name in ("fails", "bad_twice", "good")]
     assert main(["check", *targets, "--format", "json"]) == 2
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert document["version"] == 1
+    assert document["version"] == 2
     fails, bad, good = document["targets"]
     assert fails["target"] == targets[0] and fails["problem"].startswith("exporting it failed: ValueError")
     assert bad["problem"] is None and bad["conversions"] == 1

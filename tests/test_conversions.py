@@ -376,3 +376,29 @@ def test_dropout_that_drops_makes_a_new_tensor(way: str) -> None:
 
     with ToMutationGuard():
         ALL[way](Program(), (torch.ones(2, 3),))
+
+
+def test_the_state_of_an_optimizer_is_its_own_business() -> None:
+    """README.md tells of it among what is not seen."""
+    one, other = (nn.Linear(2, 2) for _ in range(2))
+    first, second = torch.optim.Adam(one.parameters()), torch.optim.Adam(other.parameters())
+    for module, optimizer in ((one, first), (other, second)):
+        module(torch.ones(2)).sum().backward()
+        optimizer.step()
+    average = first.state[one.weight]["exp_avg"]
+    before = average.clone()
+    with ToMutationGuard() as guard:
+        second.load_state_dict(first.state_dict())
+        second.step()
+    assert second.state[other.weight]["exp_avg"] is average and not average.equal(before)
+    assert (guard.conversions, guard.violations) == (0, [])
+
+
+def test_a_tensor_of_the_users_beside_an_optimizer_is_not() -> None:
+    linear = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(linear.parameters())
+    linear(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        optimizer.state[linear.weight]["exp_avg"].to("cpu")
+        optimizer.step()

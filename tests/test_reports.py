@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
+import threading
 import urllib.parse
 from typing import Any
 
 import pytest
 import torch
 
-from dispatch_guard import ToMutationGuard, allow_mutation
+from dispatch_guard import ToMutationError, ToMutationGuard, allow_mutation
 
 
 def recorded() -> ToMutationGuard:
@@ -43,7 +45,7 @@ def test_text_folds_orders_and_counts() -> None:
 
 def test_json_has_the_form_that_the_readme_tells() -> None:
     report = json.loads(recorded().report("json"))
-    assert report["version"] == 1 and report["conversions"] == 2
+    assert report["version"] == 2 and report["conversions"] == 2
     first, second, allowed = report["violations"]
     assert first["count"] == 3 and first["op"] == "aten.add_.Tensor" and first["role"] == "result"
     assert first["site"]["line"].strip() == "y.add_(1)" and first["site"]["filename"] == __file__
@@ -51,6 +53,28 @@ def test_json_has_the_form_that_the_readme_tells() -> None:
     assert first["conversion"]["source"] == {"dtype": "torch.float32", "device": "cpu", "shape": [3]}
     assert second["role"] == "source" and second["conversion"]["copied"] is True
     assert allowed["allowed"] == "on purpose, 100%"
+
+
+def test_json_tells_what_kind_of_write_it_was() -> None:
+    x, z, u = torch.zeros(3), torch.zeros(3), torch.zeros(3)
+    with pytest.raises(ToMutationError), ToMutationGuard(on_violation="record") as guard:
+        x.to("cpu").apply_(lambda value: value + 1)
+        z.float()
+        z.data = torch.ones(3)
+        y = u.to("cpu")
+        thread = threading.Thread(target=lambda: y.add_(1))
+        thread.start()
+        thread.join()
+        raise ToMutationError(guard.violations[0])  # a record goes through an error and back
+    kinds = {(found["kind"], found["op"], found["call"]) for found in json.loads(guard.report("json"))["violations"]}
+    assert kinds == {
+        ("operator", None, "Tensor.apply_"),
+        ("rebind", None, "Tensor.data"),
+        ("unseen", None, "unseen write"),
+    }
+    for violation in guard.violations:
+        assert pickle.loads(pickle.dumps(violation)) == violation
+        assert str(ToMutationError(violation)).startswith(f"in-place {violation.call} on the ")
 
 
 def test_sarif_has_the_required_properties() -> None:
