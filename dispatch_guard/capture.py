@@ -153,8 +153,9 @@ def check_program(ep: ExportedProgram) -> list[Violation]:
 
     It finds what guarding the export would have found: every write to the source or the result of a conversion, or to
     anything that shares storage with either, after the conversion, control-flow bodies included.  Places come from
-    the graph, so there is no version counter; non-strict export remembers the bodies of control flow by the line of
-    the control-flow operator only.  Writes that :func:`allow_mutation` let through are found as well.
+    the graph, so there is no version counter; a graph of non-strict export remembers the lines of ``forward`` only, and
+    where those call a function, the place in there is looked up in the source.  Writes that :func:`allow_mutation` let
+    through are found as well.
 
     Args:
         ep: what ``torch.export.export`` returned, or ``torch.export.load``.

@@ -108,12 +108,22 @@ class Place:
         owner: Any = next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == filename), None)
         if names[0] == "self":
             owner, names = self._module_type(), names[1:]
+            if owner is None and not self._is_of_enclosing_class():
+                raise LookupError(called)  # it may be a subclass with a method of its own
         for name in names:
             owner = inspect.getattr_static(owner, name, None)
         code = getattr(inspect.unwrap(getattr(owner, "__func__", owner)), "__code__", None) if owner else None
         if not isinstance(code, CodeType) or _is_internal(code):
             return None
         return code.co_filename, code.co_firstlineno
+
+    def _is_of_enclosing_class(self) -> bool:
+        """Whether the innermost module is of the class that ``forward`` is written in, as far as a graph tells."""
+        if not self._node_modules:
+            return True
+        kind = str(next(reversed(self._node_modules.values()))[1])
+        site = self.site()
+        return site is not None and site.function.split(".")[-2:-1] == kind.split(".")[-1:]
 
     def _module_type(self) -> Any:
         """The class of the innermost module, where a graph tells and it is loaded."""

@@ -113,7 +113,9 @@ def write_at(site: Site, operator: str) -> Written | None:
     return None
 
 
-Lookup = Callable[[str, str], tuple[str, int] | None]  # where a function is, by the file and the text of a call's func
+# Where a function is, by a file and how it is called in there: None where only the text can tell, a LookupError where
+# the text would mislead.
+Lookup = Callable[[str, str], tuple[str, int] | None]
 
 
 def conversion_below(site: Site, names: frozenset[str], lookup: Lookup) -> Site | None:
@@ -137,11 +139,9 @@ def write_below(site: Site, operator: str, lookup: Lookup) -> Site | None:
 def _one_below(site: Site, is_it: Callable[[ast.AST, ast.AST | None], bool], lookup: Lookup) -> Site | None:
     found: list[Site] = []
     seen: set[tuple[str, int]] = set()
-    todo = [
-        (site.filename, _text(node.func), _enclosing(site.filename, site.lineno))
-        for node, _ in _nodes_at(site)
-        if isinstance(node, ast.Call)
-    ]
+    around = _enclosing(site.filename, site.lineno)
+    calls = [node for node, _ in _nodes_at(site) if isinstance(node, ast.Call)]
+    todo = [(site.filename, name, around) for call in calls for name in _functions_in(call)]
     while todo and len(seen) < 64:
         filename, called, around = todo.pop()
         function = _definition(filename, called, around, lookup)
@@ -157,8 +157,14 @@ def _one_below(site: Site, is_it: Callable[[ast.AST, ast.AST | None], bool], loo
                 name = qualified_name(function[0], lineno, body.name if body is not None else "")
                 found.append(Site(function[0], lineno, None, None, None, name, line))
             if isinstance(node, ast.Call):
-                todo.append((function[0], _text(node.func), path))
+                todo += [(function[0], name, path) for name in _functions_in(node)]
     return found[0] if len(found) == 1 else None
+
+
+def _functions_in(call: ast.Call) -> list[str]:
+    """What a call may run, as text: the function itself, and those it is given (``torch.cond(p, yes, no, (x,))``)."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return [_text(node) for node in (call.func, *given) if isinstance(node, (ast.Name, ast.Attribute))]
 
 
 def _walk(root: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None]]:
@@ -170,13 +176,25 @@ def _walk(root: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None]]:
 
 def _definition(filename: str, called: str, around: list[ast.AST], lookup: Lookup) -> tuple[str, int] | None:
     """Where the function is that ``called`` names (``self.step``, ``helper``), in the program or else in its text."""
-    known = lookup(filename, called)
+    try:
+        known = lookup(filename, called)
+    except LookupError:
+        return None
     if known is not None:
         return known
     owner, _, name = called.rpartition(".")
-    scopes = [node for node in around if isinstance(node, ast.ClassDef if owner else (ast.Module, ast.FunctionDef))]
     if owner not in ("", "self", "cls"):
         return None
+    scopes: list[ast.AST] = [node for node in around if isinstance(node, (ast.Module, ast.FunctionDef))]
+    if owner:
+        known_classes = [
+            node for scope in scopes for node in getattr(scope, "body", ()) if isinstance(node, ast.ClassDef)
+        ]
+        scopes = [node for node in around if isinstance(node, ast.ClassDef)]
+        for scope in scopes:  # it grows: bases, and theirs
+            bases = {_text(base) for base in scope.bases} if isinstance(scope, ast.ClassDef) else set()
+            scopes += [node for node in known_classes if node.name in bases and node not in scopes]
+        scopes.reverse()
     for scope in reversed(scopes):
         for node in getattr(scope, "body", ()):
             if isinstance(node, ast.FunctionDef) and node.name == name:
