@@ -1,10 +1,30 @@
-"""Private names of torch that the guard needs, each with the versions it was seen in and why it is needed."""
+"""Private names of torch that the guard needs, each with the versions it was seen in and why it is needed.
+
+What differs between the versions that are supported (2.10 to 2.15; the test suite ran on 2.10.0, 2.12.1, 2.13.0 and
+2.15.0), and where it is dealt with:
+
+======  ==========================================================  ===================================================
+seen    what                                                        where
+======  ==========================================================  ===================================================
+2.10    Dynamo reads a variable of the process in place of asking   ``_dynamo_as_of_2_12``
+        each mode, and shows the frame of a function mode
+2.10    no flag says that bodies of control flow are compiled       ``in_higher_order_compile``
+2.12    an export that raises leaves a hook for buffers behind      ``remembered_state``, tests/conftest.py
+2.10    Dynamo runs no function mode on its fake tensors            ``sites.is_of_numpy``, by the graph
+2.10    no stack trace for ``addcmul_(value=)`` in strict export    the place and the name are not known
+2.10    leaving the last transform of functorch raises              ``remembered_state``
+2.10    ``InstanceNorm`` writes its statistics in eval mode too     a violation, as it is a write
+2.10    no columns in the stack traces of graphs                    ``source``, by the line
+======  ==========================================================  ===================================================
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -17,17 +37,17 @@ from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The address of a tensor's StorageImpl, without making a Python storage (2.6, 2.13, 2.14).
+# The address of a tensor's StorageImpl, without making a Python storage (2.10, 2.13, 2.15).
 storage_address: Any = getattr(torch._C, "_storage_address")  # noqa: B009  # it is in no stub
 
-# Off switches as context managers (2.6, 2.13, 2.14): our own look at a tensor must reach no mode and no subclass.
+# Off switches as context managers (2.10, 2.13, 2.15): our own look at a tensor must reach no mode and no subclass.
 no_torch_dispatch = torch._C._DisableTorchDispatch
 no_torch_function = torch._C.DisableTorchFunction
 
-# Raw pushes and pops of the two mode stacks (2.6, 2.13, 2.14).
+# Raw pushes and pops of the two mode stacks (2.10, 2.13, 2.15).
 subclasses_enabled = (
     torch._C._is_torch_function_enabled
-)  # whether __torch_function__ of subclasses is (2.6, 2.13, 2.14)
+)  # whether __torch_function__ of subclasses is (2.10, 2.13, 2.15)
 push_function_mode = torch._C._push_on_torch_function_stack
 pop_function_mode = torch._C._pop_torch_function_stack
 function_stack_depth = torch._C._len_torch_function_stack
@@ -40,14 +60,42 @@ _functorch_get_unwrapped = torch._C._functorch.get_unwrapped
 
 
 def functorch_unwrap(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside every layer that vmap, grad and their like have put around it (2.6, 2.13, 2.14)."""
+    """The tensor inside every layer that vmap, grad and their like have put around it (2.10, 2.13, 2.15)."""
     while _is_functorch_wrapped(tensor):
         tensor = _functorch_get_unwrapped(tensor)
     return tensor
 
 
+@contextlib.contextmanager
+def _dynamo_as_of_2_12() -> Iterator[None]:
+    """Let Dynamo ask the modes whether it may compile a frame, and hide our function mode, as it does in 2.12.
+
+    In 2.10 it looks at a variable of the process, which each mode sets as it is entered; and the frame of
+    our function mode, which Dynamo traces through, is in the stack traces of its graphs.
+    """
+    if hasattr(_python_dispatch, "any_torch_dispatch_mode_on_stack"):
+        yield
+        return
+    from torch.fx.experimental.symbolic_shapes import uninteresting_files
+
+    uninteresting_files().add(os.path.join(os.path.dirname(__file__), "conversions.py"))  # one set for the process
+
+    convert_frame: Any = importlib.import_module("torch._dynamo.convert_frame")
+    inner: Any = convert_frame.should_skip_due_to_torch_dispatch_mode
+
+    def should_skip() -> bool:
+        modes = [mode for mode in dispatch_modes() if not mode.is_infra_mode()]
+        return any(not mode.ignore_compile_internals() for mode in modes) if modes else bool(inner())
+
+    convert_frame.should_skip_due_to_torch_dispatch_mode = should_skip
+    try:
+        yield
+    finally:
+        convert_frame.should_skip_due_to_torch_dispatch_mode = inner
+
+
 class _ProcessFlags:
-    """torch keeps whether any dispatch mode is active in variables of the whole process (2.6, 2.13, 2.14).
+    """torch keeps whether any dispatch mode is active in variables of the whole process (2.10, 2.13, 2.15).
 
     Each mode restores on leaving what it found on entering (torch/utils/_python_dispatch.py), so that modes which
     overlap, in two threads or in one, leave them wrong.  Guards do not: while one is on they are set, and the last to
@@ -59,16 +107,21 @@ class _ProcessFlags:
         self._guards = 0
         self._names = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
         self._found: dict[str, bool] = {}
+        self._adapted = contextlib.ExitStack()
 
     def enter(self) -> None:
         with self._lock:
             if self._guards == 0:
                 self._found = {name: getattr(_python_dispatch, name) for name in self._names}
+                self._adapted = contextlib.ExitStack()
+                self._adapted.enter_context(_dynamo_as_of_2_12())
             self._guards += 1
 
     def leave(self) -> None:
         with self._lock:
             self._guards -= 1
+            if self._guards == 0:
+                self._adapted.close()
             flags = dict.fromkeys(self._names, True) if self._guards else self._found
             vars(_python_dispatch).update(flags)
             # Dynamo's guards read a copy of this one (2.10, 2.13, 2.15).
@@ -81,18 +134,33 @@ process_flags = _ProcessFlags()
 
 
 def functorch_depth() -> int:
-    """How many transforms (vmap, grad, ...) are at work on this thread (2.6, 2.13, 2.14)."""
+    """How many transforms (vmap, grad, ...) are at work on this thread (2.10, 2.13, 2.15)."""
     return torch._C._functorch.get_dynamic_layer_stack_depth()
 
 
-def unwind_functorch(depth: int) -> None:
-    """Leave transforms that an exception has left behind (2.6, 2.13, 2.14).
+def remembered_state() -> Callable[[], None]:
+    """What an exception may leave changed on its way out of torch; returns what puts it right (2.10, 2.13, 2.15).
 
-    A graph of Dynamo's enters and leaves them by plain calls, with no try and finally; torch cleans up after compiled
-    functions in the same way (torch/_dynamo/eval_frame.py), but not after the graphs that strict export runs.
+    A graph of Dynamo's enters and leaves transforms by plain calls, with no try and finally; torch cleans up after
+    compiled functions in the same way (torch/_dynamo/eval_frame.py), but not after the graphs that strict export runs.
+    Up to 2.12 an export that raises leaves its hook for assignments to buffers behind (torch/export/_trace.py).
     """
-    if functorch_depth() > depth:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+    depth, autograd = functorch_depth(), torch._C._autograd
+    message = autograd._saved_tensors_hooks_get_disabled_error_message()
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks
+    before = set(hooks)
+
+    def restore() -> None:
+        if functorch_depth() > depth:
+            with contextlib.suppress(RuntimeError):  # 2.10 leaves them, and then looks for one below the last
+                torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if message is None and autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+            autograd._saved_tensors_hooks_enable()
+        for name in [name for name in hooks if name not in before]:
+            if getattr(hooks[name], "__name__", "") == "_map_assigned_buffer_to_proxy":
+                del hooks[name]
+
+    return restore
 
 
 def top_dispatch_mode() -> TorchDispatchMode | None:
@@ -116,26 +184,27 @@ _INFRA_KEYS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("
 
 
 def is_tracing() -> bool:
-    """Whether export, compile, make_fx or a fake-tensor mode is at work on this thread (2.6, 2.13, 2.14)."""
+    """Whether export, compile, make_fx or a fake-tensor mode is at work on this thread (2.10, 2.13, 2.15)."""
     if torch.compiler.is_compiling() or _PRE_DISPATCH_MODES[0] is not None or _PRE_DISPATCH_MODES[1] is not None:
         return True
     return dispatch_stack_depth() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _INFRA_KEYS)
 
 
 def in_higher_order_compile() -> bool:
-    """Whether Dynamo is compiling the bodies of a control-flow operator (2.13, 2.14).
+    """Whether Dynamo is compiling the bodies of a control-flow operator (the flag: 2.12, 2.13, 2.15).
 
     torch.cond, while_loop and their like compile their bodies themselves outside of Dynamo, and set this flag meanwhile
     (torch/_higher_order_ops/utils.py, ``setup_compilation_env``).
     """
     from torch._higher_order_ops import utils
 
-    tls = getattr(utils, "_hop_compile_tls", None)
-    return bool(getattr(tls, "in_hop_compile", False))
+    if hasattr(utils, "_hop_compile_tls"):
+        return bool(getattr(utils._hop_compile_tls, "in_hop_compile", False))
+    return bool(torch._dynamo.config.allow_empty_graphs)  # set in the same place in 2.10, and off by default
 
 
 def accept_uncompiled(count: int = 0) -> int:
-    """Let ``torch.compile(fullgraph=True)`` run as plain Python; returns what to call this with to undo it (2.13-2.14).
+    """Let ``torch.compile(fullgraph=True)`` run as plain Python; returns what to call this with to undo it (2.13-2.15).
 
     Dynamo leaves every frame as it is while a mode like ours is active, and a compiled function with ``fullgraph=True``
     then raises "found no compiled frames", unless this counter says that it is nested in another one.  torch does the
@@ -146,7 +215,7 @@ def accept_uncompiled(count: int = 0) -> int:
 
 
 def code_being_compiled() -> CodeType | None:
-    """The code of the frame that Dynamo asks the modes about, from within ``ignore_compile_internals`` (2.13, 2.14)."""
+    """The code of the frame that Dynamo asks the modes about, within ``ignore_compile_internals`` (2.10 to 2.15)."""
     frame = sys._getframe(1)
     for _ in range(6):
         candidate = frame.f_locals.get("frame")
@@ -159,7 +228,7 @@ def code_being_compiled() -> CodeType | None:
 
 
 def compile_again(codes: Iterable[CodeType]) -> None:
-    """Let Dynamo look again at code it has left alone because of a mode (2.13, 2.14).
+    """Let Dynamo look again at code it has left alone because of a mode (2.10 to 2.15).
 
     It marks such code to be skipped for good (torch/_dynamo/types.py, ``ConvertFrameReturn``), as it does under any
     dispatch mode; what was compiled before stays.
@@ -171,7 +240,7 @@ def compile_again(codes: Iterable[CodeType]) -> None:
 
 
 def leave_to_python(function: Any) -> None:
-    """Keep Dynamo from compiling ``function``, and what it calls, when it meets it running (2.13, 2.14).
+    """Keep Dynamo from compiling ``function``, and what it calls, when it meets it running (2.10 to 2.15).
 
     torch wraps every ``__torch_dispatch__`` for that (torch/utils/_python_dispatch.py, ``_should_skip_dynamo``), at a
     cost for each operator; a mark on the code has none.
@@ -182,7 +251,7 @@ def leave_to_python(function: Any) -> None:
 
 
 def hop_rule(hop: Any, mode: TorchDispatchMode) -> Any:
-    """The rule by which ``mode`` handles the higher-order operator ``hop``, or ``None`` (2.13, 2.14)."""
+    """The rule by which ``mode`` handles the higher-order operator ``hop``, or ``None`` (2.10 to 2.15)."""
     return getattr(hop, "python_key_table", {}).get(type(mode))
 
 
@@ -190,7 +259,7 @@ def traced_results(hop: Any, args: tuple[Any, ...], result: Any) -> Iterator[tup
     """What the traced bodies of a control-flow operator return, each with the operator's result that stands for it.
 
     Those of scan that are stacked, and all of map and associative_scan, are copies of what the body returned.
-    (make_fx keeps the fake tensors of a trace, or aliases of them, in ``node.meta["val"]``: 2.13, 2.14.)
+    (make_fx keeps the fake tensors of a trace, or aliases of them, in ``node.meta["val"]``: 2.10 to 2.15.)
     """
     returned = list(pytree.tree_leaves(result))
     bodies = {"cond": args[1:3], "while_loop": args[1:2], "scan": args[:1]}.get(hop.name(), ())
@@ -206,13 +275,13 @@ def traced_results(hop: Any, args: tuple[Any, ...], result: Any) -> Iterator[tup
 
 
 def dispatch_hop(hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``hop(*args, **kwargs)`` from below ``__torch_function__`` on (HigherOrderOperator.__call__, 2.6 to 2.14)."""
+    """``hop(*args, **kwargs)`` from below ``__torch_function__`` on (HigherOrderOperator.__call__, 2.10 to 2.15)."""
     keys = torch._ops._compute_keyset(args, kwargs, hop.non_fallthrough_keys)
     return hop.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
 
 def functionalizing() -> bool:
-    """Whether torch.func.functionalize is among the transforms at work (2.13, 2.14).
+    """Whether torch.func.functionalize is among the transforms at work (2.10 to 2.15).
 
     It makes writes pure before any dispatch mode sees them.
     """
@@ -223,7 +292,7 @@ def functionalizing() -> bool:
 
 
 def count_writes(tensor: torch.Tensor) -> int:
-    """How often what functionalize() has put around a tensor's memory was written (2.13, 2.14)."""
+    """How often what functionalize() has put around a tensor's memory was written (2.10 to 2.15)."""
     while _is_functorch_wrapped(tensor):
         if torch._C._functorch.is_functionaltensor(tensor):
             return int(torch._functionalize_mutation_counter(tensor))
@@ -257,7 +326,7 @@ _FALLTHROUGH = [torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInpla
 
 
 def dispatch_overload(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)`` from below ``__torch_function__`` on, as the dispatcher does it (2.13, 2.14)."""
+    """``func(*args, **kwargs)`` from below ``__torch_function__`` on, as the dispatcher does it (2.10 to 2.15)."""
     if isinstance(func, torch._ops.OpOverloadPacket):
         overload = torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs)
         func = getattr(func, overload or "default")
@@ -279,7 +348,7 @@ def can_dispatch_overload(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def defining_module(func: Any) -> str:
-    """The module whose function torch.library.custom_op made the operator ``func`` of, or ``""`` (2.6, 2.13, 2.14)."""
+    """The module whose function torch.library.custom_op made the operator ``func`` of, or ``""`` (2.10, 2.13, 2.15)."""
     from torch._library.custom_ops import OPDEFS
 
     definition = OPDEFS.get(func._schema.name)
@@ -294,12 +363,12 @@ def can_run_kernel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def autocast_state() -> Any:
-    """The autocast keys that are turned off; a dispatch mode's handler finds all of them so (2.13, 2.14)."""
+    """The autocast keys that are turned off; a dispatch mode's handler finds all of them so (2.10 to 2.15)."""
     return torch._C._dispatch_tls_local_exclude_set() & _AUTOCAST
 
 
 def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Any) -> Any:
-    """``func(*args, **kwargs)`` from below the modes on, so that they can be on while the kernel runs (2.13, 2.14).
+    """``func(*args, **kwargs)`` from below the modes on, so that they can be on while the kernel runs (2.10 to 2.15).
 
     ``autocast`` is what :func:`autocast_state` was as ``func`` was called.
     """
@@ -391,7 +460,7 @@ def lowest_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 def refused_swap(exc: BaseException) -> list[tuple[torch.Tensor, FrameType]]:
-    """The tensors of a torch.utils.swap_tensors call that ended in ``exc``, with its frame (2.6, 2.13, 2.14).
+    """The tensors of a torch.utils.swap_tensors call that ended in ``exc``, with its frame (2.10, 2.13, 2.15).
 
     It reaches no mode, and it refuses tensors that have weak references, as all those in our ledger do.
     """
@@ -405,7 +474,7 @@ def refused_swap(exc: BaseException) -> list[tuple[torch.Tensor, FrameType]]:
 
 @functools.cache
 def without_override(func: Any) -> Any:
-    """The body of a function of torch written in Python, without its question for ``__torch_function__`` (2.6-2.14)."""
+    """The body of a function of torch written in Python, without its look for ``__torch_function__`` (2.10 to 2.15)."""
     answers = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
     body = FunctionType(func.__code__, {**func.__globals__, **answers}, func.__name__, func.__defaults__)
     body.__kwdefaults__ = func.__kwdefaults__
@@ -424,7 +493,7 @@ def in_compiled_call() -> bool:
 
 
 def dynamo_output(context: Any) -> Any:
-    """The graph that Dynamo is making, from what it hands a comptime callback (torch/_dynamo/comptime.py, 2.6 to 2.14).
+    """The graph that Dynamo is making, from what it hands a comptime callback (_dynamo/comptime.py, 2.10 to 2.15).
 
     It is a new object whenever Dynamo starts over; its ``add_cleanup_hook`` runs a function when it is done or dropped.
     """
@@ -439,27 +508,32 @@ def notes_of(node: Any) -> dict[str, Any]:
     return node.meta.get(_NOTES) or {}
 
 
-def note_node(node: Any, name: str, value: object) -> None:
+def note_node(output: Any, node: Any, name: str, value: object) -> None:
     """Note something of a node that Dynamo has made: on the node, and with every guard on this thread.
 
-    The bodies of control flow run as Dynamo has made them, but with all modes off as it does.  Strict export runs a
-    copy of its graph that keeps the nodes' names and stack traces and nothing that we could write on them
+    What was noted first stays.  The bodies of control flow run as Dynamo has made them.  Strict export runs a copy of
+    its graph that keeps the nodes' names and stack traces and nothing that we could write on them
     (torch/_dynamo/functional_export.py, 2.10 to 2.15).
     """
-    node.meta.setdefault(_NOTES, {})[name] = value
+    node.meta.setdefault(_NOTES, {}).setdefault(name, value)
     for mode in dispatch_modes():
         remember: Any = getattr(mode, "_remember_node", None)
         if remember is not None:
-            remember(node.meta.get("stack_trace", ""), node.name, name, value)
+            remember(output, (node.meta.get("stack_trace", ""), node.name), name, value)
 
 
-def nodes_within(output: Any, node: Any) -> Iterator[Any]:
-    """``node`` of the graph that Dynamo makes, and those of the body it stands for (``nn_modules``: 2.10 to 2.15)."""
-    yield node
+def note_body(output: Any, node: Any, name: str, value: object) -> None:
+    """:func:`note_node` of what is in the body that ``node`` stands for (``nn_modules`` of Dynamo's: 2.10 to 2.15)."""
     body = output.nn_modules.get(node.target) if node.op == "get_attr" else None
     if isinstance(body, torch.fx.GraphModule):
         for inner in body.graph.nodes:
-            yield from nodes_within(output, inner)
+            inner.meta.setdefault(_NOTES, {}).setdefault(name, value)
+            note_body(output, inner, name, value)
+
+
+def is_dynamo_graph(module: Any) -> bool:
+    """Whether ``module`` is the graph of a function that Dynamo has traced, and no body in it (2.10 to 2.15)."""
+    return "dynamo_compile_id" in getattr(module, "meta", ())
 
 
 def is_run_by_dynamo(frame: FrameType) -> bool:
@@ -468,10 +542,10 @@ def is_run_by_dynamo(frame: FrameType) -> bool:
 
 
 def note_node_of(frame: FrameType, name: str, value: object) -> None:
-    """:func:`note_node` of the node that Dynamo runs in ``frame``, again once it has its final name (2.10 to 2.15)."""
-    node = frame.f_locals["node"]
-    note_node(node, name, value)
-    frame.f_locals["tracer"].add_cleanup_hook(lambda: note_node(node, name, value))
+    """:func:`note_node` of the node that Dynamo runs in ``frame``, with guards as its name is final (2.10 to 2.15)."""
+    output, node = frame.f_locals["tracer"], frame.f_locals["node"]
+    node.meta.setdefault(_NOTES, {}).setdefault(name, value)
+    output.add_cleanup_hook(lambda: note_node(output, node, name, value))
 
 
 def stands_for_numpy(frame: FrameType) -> bool:
@@ -497,7 +571,7 @@ def stands_for_numpy(frame: FrameType) -> bool:
 
 @functools.cache
 def dynamo_error_type(error_type: type[Exception]) -> type[Exception]:
-    """``error_type`` as an exception that Dynamo lets through as it is (2.6, 2.13, 2.14).
+    """``error_type`` as an exception that Dynamo lets through as it is (2.10, 2.13, 2.15).
 
     Dynamo wraps what a comptime callback raises, unless it is a TorchRuntimeError already.
     """
@@ -515,7 +589,7 @@ def dynamo_error_type(error_type: type[Exception]) -> type[Exception]:
 
 @contextlib.contextmanager
 def every_export(around: Callable[[], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
-    """Run each export of the process within ``around()`` (2.6, 2.13, 2.14).
+    """Run each export of the process within ``around()`` (2.10, 2.13, 2.15).
 
     torch.export.export looks this function up in its module at each call, so that it is reached by whoever has imported
     ``export`` before; draft_export has a name of its own for it.  torch.onnx.export calls these two.

@@ -158,8 +158,8 @@ def _stop_in_dynamo(context: Any) -> None:
     entry = _stack.entries.pop()
     output = _compat.dynamo_output(context)
     for node in list(output.graph.nodes)[entry.nodes :]:
-        for each in _compat.nodes_within(output, node):
-            _compat.note_node(each, "allowed", entry.reason)
+        _compat.note_node(output, node, "allowed", entry.reason)
+        _compat.note_body(output, node, "allowed", entry.reason)
 
 
 allow_mutation.__module__ = "dispatch_guard"

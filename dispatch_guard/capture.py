@@ -16,12 +16,12 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher  # 2.6, 2.13, 2.14
+from torch._dispatch.python import enable_python_dispatcher  # 2.10, 2.13, 2.15
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import guard_or_false
-from torch.fx.passes.shape_prop import _extract_tensor_metadata  # 2.6, 2.13, 2.14
+from torch.fx.passes.shape_prop import _extract_tensor_metadata  # 2.10, 2.13, 2.15
 from torch.utils import _pytree as pytree
 
 from . import _compat
@@ -30,7 +30,7 @@ from .guard import ToMutationGuard, violation_of
 from .mutations import rebinds, write_plan, written_arguments
 from .sites import Place, is_of_numpy, place_of_node
 from .source import is_bound_once
-from .storages import keys_of
+from .storages import keys_of, same_geometry
 from .violations import Conversion, Kind, Role, Site, ToMutationError, Violation
 
 OnUnsafe = Literal["raise", "keep"]
@@ -81,12 +81,12 @@ def capture_conversions(
 ) -> CapturedProgram:
     """A new program in which every conversion that a user wrote is an ``aten._to_copy`` node.
 
-    ``torch.export`` (2.13, 2.14) records ``x.to("cpu")`` as ``aten.to``, and ``run_decompositions()`` drops each one
+    ``torch.export`` (2.10 to 2.15) records ``x.to("cpu")`` as ``aten.to``, and ``run_decompositions()`` drops each one
     that changed nothing on the device and dtype of the export.  An ``aten._to_copy`` stays.  Making a conversion a copy
     is right when nobody can tell: when neither its source nor its result is written later.
 
     A conversion whose result leads nowhere is kept by an ``aten._assert_tensor_metadata``, such as torch puts before
-    each conversion (in 2.13, 2.14).
+    each conversion (in 2.10 to 2.15).
 
     The node carries what the user asked for and no more, as far as the graph tells (``x.to("cpu")``: the device;
     ``x.float()``: the dtype), and ``node.meta["custom"]["dispatch_guard"]`` the call, those arguments, whether it was
@@ -141,7 +141,7 @@ def capture_conversions(
     _keep_alive(new)
     for module in _graph_modules(new):
         module.recompile()
-    # Containers of its own: passes such as move_to_device_pass put other tensors in.  _update (2.6 to 2.14) validates.
+    # Containers of its own: passes such as move_to_device_pass put other tensors in.  _update (2.10 to 2.15) validates.
     state, constants = copy.copy(ep.state_dict), copy.copy(ep.constants)
     program = ep._update(new, copy.deepcopy(ep.graph_signature), state_dict=state, constants=constants)
     captured = sum(map(_is_captured, _all_nodes(new)))
@@ -293,7 +293,7 @@ def _values(tree: Any) -> Any:
 def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, list[Any]]]:
     """The bodies of a higher-order operator, each with what the node hands it for its placeholders.
 
-    torch's own (cond, while_loop, scan, associative_scan, map, wrap_*, invoke_subgraph, ... in 2.13 and 2.14) take the
+    torch's own (cond, while_loop, scan, associative_scan, map, wrap_*, invoke_subgraph, ... in 2.10 to 2.15) take the
     bodies first and then the operands in the order of the placeholders; associative_scan calls its body with two
     elements.  A body with another number of placeholders is called in a way that is not known, and left out.
     """
@@ -391,6 +391,8 @@ class _Reader:
             for name, written in _written(node):
                 if not _only_rebinds(node) or self._is_subject(written):
                     self._write(node, name, written, _flat(env[written]))
+                if _only_rebinds(node):  # set_(other), .data = other: the object has that memory too, from now on
+                    env[written] = frozenset().union(*(_flat(_value_of(env, arg)) for arg in node.args))
         if isinstance(node.target, HigherOrderOperator):
             return self._run_bodies(gm, node, env)
         call = _conversion_call(node)
@@ -406,7 +408,7 @@ class _Reader:
     def _object(self, node: fx.Node) -> fx.Node:
         """The node that first stood for a tensor object: an operator in place returns the one that it writes."""
         while True:
-            outer = self._handed.get(node) or _written_and_returned(node)
+            outer = self._handed.get(node) or _written_and_returned(node) or _returned(node)
             if outer is None:
                 return node
             node = outer
@@ -418,7 +420,7 @@ class _Reader:
         one, other = (
             {id(tag[0]) for key in _flat(_value_of(env, arg)) for tag in self._tags.get(key, ())} for arg in node.args
         )
-        return bool(one & other)
+        return bool(one & other) and same_geometry(*_values(node.args))
 
     def _result(self, node: fx.Node, env: dict[fx.Node, Value]) -> Value:
         """The memory of an operator's results: that of the arguments they alias, or its own."""
@@ -542,10 +544,18 @@ def _written_and_returned(node: fx.Node) -> fx.Node | None:
     return written[0][1] if in_place else None
 
 
+def _returned(node: fx.Node) -> fx.Node | None:
+    """The argument that an operator made of others gives back as it is: ``contiguous``, ``atleast_1d``, ``real``."""
+    if not isinstance(node.target, OpOverload) or not _is_composite(node.target) or write_plan(node.target) is not None:
+        return None
+    result = _run(node)
+    return next((source for source in node.all_input_nodes if source.meta.get("val") is result), None)
+
+
 def _is_assignment_to_buffer(node: fx.Node) -> bool:
     """Whether ``node`` is the copy at the end by which non-strict export records ``self.buffer = value``.
 
-    It takes over the metadata of ``value`` (torch/export/_trace.py, 2.13 and 2.14); the user wrote no such operator.
+    It takes over the metadata of ``value`` (torch/export/_trace.py, 2.10 to 2.15); the user wrote no such operator.
     """
     if node.target is not torch.ops.aten.copy_.default or len(node.args) != 2:
         return False
@@ -570,7 +580,7 @@ def _aliases(node: fx.Node) -> list[list[str]]:
 
     A schema tells for an operator with a kernel of its own.  One that is made of others (reshape, contiguous, dropout,
     to, ...) may do either: it is run on the fake values of its arguments, by its C++ kernel as in eager (torch's Python
-    decomposition of dropout copies where that one aliases: 2.13, 2.14).
+    decomposition of dropout copies where that one aliases: 2.10 to 2.15).
     """
     assert isinstance(node.target, OpOverload)
     schema = node.target._schema
@@ -723,7 +733,7 @@ def _capture(node: fx.Node, source: fx.Node, found: _Found, returned: bool) -> N
     kwargs = dict(found.asked)
     if "dtype" not in kwargs:
         # Without a dtype or a memory format, fake tensors take a _to_copy to the device they are on for their argument
-        # itself, strides and all (torch/_decomp/decompositions.py, 2.13 and 2.14).
+        # itself, strides and all (torch/_decomp/decompositions.py, 2.10 to 2.15).
         kwargs.setdefault("memory_format", torch.preserve_format)
     node.target, node.args, node.kwargs = _TO_COPY, (source,), kwargs
     node.meta["custom"] = {**(node.meta.get("custom") or {}), _KEY: notes}

@@ -132,7 +132,7 @@ def _asks_for_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _hands_on(frame: FrameType) -> bool:
     if frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__package__") == __package__:
         return True
-    return frame.f_globals.get("__name__") == "torch._ops"  # OpOverload.__call__ (2.6 to 2.14)
+    return frame.f_globals.get("__name__") == "torch._ops"  # OpOverload.__call__ (2.10 to 2.15)
 
 
 def is_internal_call(frame: FrameType | None, in_dynamo: bool) -> bool:
@@ -149,10 +149,9 @@ def is_internal_call(frame: FrameType | None, in_dynamo: bool) -> bool:
     if name.startswith(_INTERNAL_CALLERS) and not name.startswith("torch._export.db"):  # exportdb's are a user's
         if not is_run_by_dynamo(frame):  # Dynamo calls from there only
             return True
-        if stands_for_numpy(frame):
-            note_node_of(frame, "numpy", True)
-            return True
-        return not in_dynamo
+        of_numpy = stands_for_numpy(frame)
+        note_node_of(frame, "numpy", of_numpy)
+        return of_numpy or not in_dynamo
     caller = frame.f_back  # module._apply(lambda t: t.to(...)) moves a module too
     return caller is not None and caller.f_code is torch.nn.Module._apply.__code__
 

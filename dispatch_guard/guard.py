@@ -29,7 +29,7 @@ from .mutations import has_user_kernel, is_plain, rebinds, written_arguments
 from .report import advice, report, role_of
 from .sites import Frames, Place, frames_here, frames_of_trace, here, inplace_module, is_among, module_path
 from .source import call_at, write_at
-from .storages import keys_of, lives_of
+from .storages import keys_of, lives_of, same_geometry
 from .violations import Conversion, Kind, Role, TensorMeta, ToMutationError, ToMutationWarning, Violation
 
 P = ParamSpec("P")
@@ -111,6 +111,8 @@ class ToMutationGuard(TorchDispatchMode):
         self._ledger: Ledger[Side] = Ledger()
         self._error: ToMutationError | None = None  # raised once, and raised again on leaving if it got lost
         self._nodes: dict[tuple[str, str], dict[str, Any]] = {}  # what is known of those that Dynamo has made
+        self._noted_output: weakref.ref[Any] | None = None  # Dynamo's, that makes their graph
+        self._noted_graph: weakref.ref[Any] | None = None  # that graph, once it runs
         self._learned: dict[tuple[str, Frames], str | None] = {}  # reasons by operator and frames: graphs are run later
         self._function_mode: ConversionMode | None = None
         self._leaving = contextlib.ExitStack()  # takes off all that entering has put on
@@ -134,7 +136,6 @@ class ToMutationGuard(TorchDispatchMode):
         self._ledger = Ledger()
         self._error = None
         self._inside = 0
-        self._learned, self._nodes = {}, {}
         self._logging = _log.isEnabledFor(logging.DEBUG)
         self._thread = threading.get_ident()
         function_mode = ConversionMode(
@@ -147,7 +148,7 @@ class ToMutationGuard(TorchDispatchMode):
             self._on_functionalized,
         )
         with contextlib.ExitStack() as entering:
-            entering.push(functools.partial(_unwind, _compat.functorch_depth()))
+            entering.push(functools.partial(_unwind, _compat.remembered_state()))
             _compat.process_flags.enter()
             entering.callback(_compat.process_flags.leave)
             super().__enter__()
@@ -261,18 +262,22 @@ class ToMutationGuard(TorchDispatchMode):
             if isinstance(func, HigherOrderOperator):
                 return self._run_higher_order(func, args, kwargs)
             if has_user_kernel(func) and _compat.can_run_kernel(args, kwargs) and self._only_guards_below():
-                for guard in self._guards_below():
-                    guard._check_writes(func, args, kwargs)
-                with contextlib.ExitStack() as watching:
-                    for guard in (*self._guards_below(), self):
-                        watching.enter_context(guard._watching_functions())
-                    watching.enter_context(self._watching_body())
-                    return _compat.run_kernel(func, args, kwargs, self._autocast)
+                return self._run_kernel(func, args, kwargs)
         self._inside += 1
         try:
             return func(*args, **kwargs)
         finally:
             self._inside -= 1
+
+    def _run_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of the user's with all guards on in its kernel."""
+        for guard in self._guards_below():
+            guard._check_writes(func, args, kwargs)
+        with contextlib.ExitStack() as watching:
+            for guard in (*self._guards_below(), self):
+                watching.enter_context(guard._watching_functions())
+            watching.enter_context(self._watching_body())
+            return _compat.run_kernel(func, args, kwargs, self._autocast)
 
     def _on_conversion(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         result = func(*args, **kwargs)
@@ -283,7 +288,7 @@ class ToMutationGuard(TorchDispatchMode):
             self.conversions += 1  # in a loop, say: the same tensor, at the same place, unwritten since
         elif not is_internal_call(frame, self._deferred) and self._is_active(source):
             place = here(frame)
-            if place is None or not (place.is_of_numpy or self._noted(place, "numpy")):
+            if place is None or not place.is_of_numpy(self._noted(place, "numpy")):
                 self.conversions += 1
                 with _compat.no_torch_function():
                     self._tag(func, args, kwargs, source, result, place)
@@ -299,8 +304,12 @@ class ToMutationGuard(TorchDispatchMode):
             return
         if call != "Tensor.data":
             self._check_write(call, argument, tensor)
-        elif self._ledger.is_subject(keys_of(tensor), tensor) and not self._is_put_back(tensor, value):
-            self._check_write(call, argument, tensor, kind="rebind")
+            return
+        if isinstance(value, torch.Tensor) and self._ledger.is_subject(keys_of(tensor), tensor):
+            if not self._is_put_back(tensor, value):
+                self._check_write(call, argument, tensor, kind="rebind")
+            # From now on the object has that memory, and still is one that was converted.
+            self._ledger.add_subject(keys_of(value), weakref.ref(tensor))
 
     def _on_alias(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Eager gives back the argument where tracing makes a copy: the copy stands for the argument."""
@@ -309,6 +318,8 @@ class ToMutationGuard(TorchDispatchMode):
         if _compat.is_tracing() and isinstance(given, torch.Tensor) and isinstance(result, torch.Tensor):
             for (key, gone), (other, other_gone) in zip(lives_of(result), lives_of(given)):
                 if key != other:
+                    if self._ledger.is_subject([other], given):
+                        self._ledger.add_subject([other], weakref.ref(result))
                     self._ledger.join(key, gone, other, other_gone)
         return result
 
@@ -326,12 +337,11 @@ class ToMutationGuard(TorchDispatchMode):
                     self._report(self._violation(str(operator), "self", tensor, side))
         return result
 
-    def _is_put_back(self, tensor: torch.Tensor, value: Any) -> bool:
-        """Whether ``tensor.data = value`` puts a result where its source was: ``p.data = p.data.half()``."""
-        if not isinstance(value, torch.Tensor):
-            return False
+    def _is_put_back(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether ``tensor.data = value`` puts a result where its source was: ``p.data = p.half()``."""
         sides = [self._ledger.find(keys_of(side)) for side in (tensor, value)]
-        return None not in sides and len({id(side.tag) for side in sides if side is not None}) == 1
+        one_conversion = None not in sides and len({id(side.tag) for side in sides if side is not None}) == 1
+        return one_conversion and same_geometry(tensor, value)
 
     def _is_active(self, tensor: torch.Tensor) -> bool:
         if self.when == "always" or isinstance(tensor, FakeTensor):
@@ -380,7 +390,7 @@ class ToMutationGuard(TorchDispatchMode):
         keys = keys_of(tensor)
         if self._ledger.is_subject(keys, tensor):
             return True
-        self._ledger.let_through(keys)  # torch counts it as a write to all that share the memory
+        self._ledger.excuse(keys)  # torch counts it as a write to all that share the memory
         return False
 
     def _check_write(
@@ -425,19 +435,33 @@ class ToMutationGuard(TorchDispatchMode):
             reason = self._noted(place, "allowed")
             if reason is None and place.is_of_operator:
                 frames = frames_of_trace(place.stack_trace)
-                known = (key for key in self._learned if key[0] == call and is_among(frames, key[1]))
-                return next((self._learned[key] for key in known), None)
+                known = {
+                    reason
+                    for (name, learned), reason in self._learned.items()
+                    if name == call and is_among(frames, learned)
+                }
+                return known.pop() if len(known) == 1 else None
         # Of a line that was let through once and not another time a graph does not tell which is which.
-        key = (call, frames_here())
-        self._learned[key] = reason if self._learned.get(key, reason) == reason else None
+        if _compat.is_tracing():
+            key = (call, frames_here())
+            self._learned[key] = reason if self._learned.get(key, reason) == reason else None
         return reason
 
-    def _remember_node(self, stack_trace: str, node_name: str, name: str, value: Any) -> None:
-        """What :func:`_compat.note_node` tells."""
-        self._nodes.setdefault((stack_trace, node_name), {})[name] = value
+    def _remember_node(self, output: Any, key: tuple[str, str], name: str, value: Any) -> None:
+        """What :func:`_compat.note_node` tells of a node, by stack trace and name, of a graph that Dynamo makes."""
+        if self._noted_output is None or self._noted_output() is not output:
+            self._nodes, self._noted_output, self._noted_graph = {}, weakref.ref(output), None
+        self._nodes.setdefault(key, {}).setdefault(name, value)
 
     def _noted(self, place: Place, name: str) -> Any:
-        return place.notes.get(name) or self._nodes.get((place.stack_trace, place.node_name), {}).get(name)
+        """What is known of the node of Dynamo's that runs, if it is of the graph that the notes are of."""
+        if name in place.notes or not self._nodes or place.graph is None:
+            return place.notes.get(name)
+        if self._noted_graph is None and _compat.is_dynamo_graph(place.graph()):
+            self._noted_graph = place.graph  # the first one that runs after it was made
+        if self._noted_graph is None or self._noted_graph() is not place.graph():
+            return None
+        return self._nodes.get((place.stack_trace, place.node_name), {}).get(name)
 
     def _report_unseen(self, side: Side) -> None:
         self._report(violation_of("unseen write", "self", None, side, None, kind="unseen"))
@@ -542,7 +566,7 @@ class ToMutationGuard(TorchDispatchMode):
 
     # ---- torch.compile
 
-    def ignore_compile_internals(self) -> bool:  # type: ignore[override]  # torch calls it on the mode (2.13, 2.14)
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]  # torch calls it on the mode (2.10 to 2.15)
         """Whether Dynamo may compile the frame it is at although we are active.
 
         It must compile the bodies of control-flow operators, or the exported graph would change.  Anything else runs as
@@ -696,13 +720,13 @@ def _take_off_function_mode(
 
 
 def _unwind(
-    functorch_depth: int,
+    restore: Callable[[], None],
     exc_type: type[BaseException] | None,
     exc: BaseException | None,
     traceback: TracebackType | None,
 ) -> None:
     if exc is not None:
-        _compat.unwind_functorch(functorch_depth)
+        restore()
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -795,7 +819,7 @@ class _TracedByDynamo:
     """Runs ``start`` and ``stop`` while Dynamo traces into and out of it.
 
     It is a context manager so that Dynamo, where it must break the graph inside, gives the whole function up instead
-    and leaves it to run as plain Python, which the modes see (torch/_dynamo/symbolic_convert.py, 2.6 to 2.14).  Dynamo
+    and leaves it to run as plain Python, which the modes see (torch/_dynamo/symbolic_convert.py, 2.10 to 2.15).  Dynamo
     takes only context managers that the traced code makes itself.
     """
 

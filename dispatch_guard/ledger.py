@@ -22,7 +22,7 @@ class Watch(NamedTuple):
 
 
 class _Entry(Generic[Tag]):
-    __slots__ = ("gone", "stale", "subjects", "sweep_at", "tag", "watches")
+    __slots__ = ("excused", "gone", "stale", "subjects", "sweep_at", "tag", "watches")
 
     def __init__(self, tag: Tag, gone: Life) -> None:
         self.tag = tag
@@ -30,6 +30,7 @@ class _Entry(Generic[Tag]):
         self.watches: list[Watch] = []
         self.subjects: dict[int, Subject] = {}
         self.sweep_at = 8
+        self.excused = 0  # by how much its counters may move for no write
         self.stale = False  # a write was let through: its counters move once the write has run
 
 
@@ -87,7 +88,7 @@ class Ledger(Generic[Tag]):
         if len(entry.subjects) > entry.sweep_at:
             entry.subjects = {name: subject for name, subject in entry.subjects.items() if subject() is not None}
             entry.sweep_at = max(8, 2 * len(entry.subjects))
-        entry.stale = False
+        entry.excused, entry.stale = 0, False
 
     def is_subject(self, keys: Iterable[Hashable], candidate: object) -> bool:
         """Whether ``candidate`` itself, and not only what it shares ``keys`` with, was tagged."""
@@ -129,6 +130,20 @@ class Ledger(Generic[Tag]):
             if entry is not None:
                 entry.stale = True
 
+    def excuse(self, keys: Iterable[Hashable]) -> None:
+        """Something that is no write is about to move the counters of ``keys`` by one."""
+        for key in keys:
+            entry = self._live(key)
+            if entry is not None:
+                entry.excused += 1
+
+    def add_subject(self, keys: Iterable[Hashable], subject: Subject) -> None:
+        """An object that was not tagged stands for one that was."""
+        for key in keys:
+            entry = self._live(key)
+            if entry is not None:
+                entry.subjects[id(subject)] = subject
+
     def moved(self, keys: Iterable[Hashable] | None = None) -> Iterator[Tag]:
         """The tags of those of ``keys`` (of all) whose counters moved with no write reported, each told once."""
         for key in list(self._entries) if keys is None else keys:
@@ -136,11 +151,12 @@ class Ledger(Generic[Tag]):
             if entry is None:
                 continue
             now = [(watch, watch.counter()) for watch in entry.watches]
-            changed = any(version is not None and version != watch.version for watch, version in now)
-            stale, entry.stale = entry.stale, False
+            steps = [version - watch.version for watch, version in now if version is not None]
+            changed, written = any(steps), any(abs(step) > entry.excused for step in steps)
+            stale, entry.stale, entry.excused = entry.stale, False, 0
             if changed:
                 entry.watches = [Watch(watch.counter, version) for watch, version in now if version is not None]
-                if not stale:
+                if written and not stale:
                     yield entry.tag
 
     def clear(self) -> None:

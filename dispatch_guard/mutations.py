@@ -62,6 +62,9 @@ UNTOLD: Final[dict[str, Untold]] = {
     "inductor::accumulate_grad_": Untold(("variable", "variable_grad")),
 }
 
+# What changes neither values nor shape though its schema says that it writes; as a method it reaches no mode.
+NO_WRITES: Final = frozenset({"aten::detach_"})
+
 # Functions that run as others under a mode, so that no operator shows their write to ``out``: matrix_rank becomes a sum
 # whose result is returned in its place (aten/src/ATen/native/LinearAlgebra.cpp; then torch leaves ``out`` unwritten).
 UNTOLD_OUT: Final = frozenset({"linalg_matrix_rank", "fft_ihfft2", "fft_ihfftn"})
@@ -76,6 +79,8 @@ def hides_out(func: Any) -> bool:
 def write_plan(func: OpOverload) -> WritePlan | None:
     """What ``func`` writes; ``None`` when it never writes."""
     schema = func._schema
+    if schema.name in NO_WRITES:
+        return None
     untold = UNTOLD.get(schema.name) or _collective(schema)
     told_arguments, untold_arguments = [], []
     for position, argument in enumerate(schema.arguments):
@@ -140,7 +145,7 @@ def rebinds(func: Any) -> bool:
 
     torch tags these (aten/src/ATen/native/tags.yaml, ``inplace_view``): ``t_``, ``unsqueeze_``, ``set_``, ``resize_``.
     """
-    return isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags
+    return isinstance(func, OpOverload) and func.namespace == "aten" and torch.Tag.inplace_view in func.tags
 
 
 @functools.cache

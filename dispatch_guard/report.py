@@ -142,8 +142,10 @@ def _kind(meta: TensorMeta) -> str:
 
 
 def _written(violation: Violation) -> str:
-    if violation.site is None:
+    if violation.kind == "unseen":
         return "written in place since, where no mode could see it (another thread, or modes turned off)"
+    if violation.site is None:
+        return "written in place since, at a line that torch has not kept"
     meta, conversion = violation.written, violation.conversion
     if violation.expression.isidentifier() and violation.expression not in (conversion.expression, conversion.target):
         side = _name(conversion) if violation.role == "source" else _result_name(conversion)

@@ -31,7 +31,7 @@ _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _OURS: Final = os.path.dirname(__file__) + os.sep
 _STANDARD: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_GRAPH_CODE: Final = "<eval_with_key>"  # torch/fx/graph_module.py names generated code so (2.6 to 2.14)
+_GRAPH_CODE: Final = "<eval_with_key>"  # torch/fx/graph_module.py names generated code so (2.10 to 2.15)
 # Code that no user wrote or typed in: of the import system, attrs and sympy.
 _GENERATED: Final = ("<frozen ", "<attrs generated", "<lambdifygenerated", "<__array_function__")
 _MODULE_CALL: Final = nn.Module._call_impl.__code__
@@ -48,10 +48,11 @@ class Place:
         "_code",
         "_lasti",
         "_modules",
+        "_node_is_of_numpy",
         "_node_modules",
         "_positions",
         "_trace",
-        "is_of_numpy",
+        "graph",
         "is_of_operator",
         "node_name",
         "notes",
@@ -64,7 +65,8 @@ class Place:
         self._positions: tuple[int | None, ...] | None = None
         self._trace = ""
         self.node_name = ""  # of the graph node, where a graph was being run
-        self.is_of_numpy = False  # whether that node stands for something that the user did with numpy
+        self.graph: Any = None  # a weak reference to the module that has the node, if it has one
+        self._node_is_of_numpy = False  # as far as the node tells
         self.is_of_operator = False  # whether it is an operator's, as in an exported program, and none of Dynamo's
         self.notes: dict[str, Any] = {}  # what was noted on that node as Dynamo made it
         self._node_modules: Any = None
@@ -78,6 +80,10 @@ class Place:
 
     def is_at(self, frame: FrameType) -> bool:
         return self._code is frame.f_code and self._lasti == frame.f_lasti
+
+    def is_of_numpy(self, noted: bool | None) -> bool:
+        """Whether a conversion's node stands for something that the user did with numpy; a note of Dynamo's decides."""
+        return self._node_is_of_numpy if noted is None else noted
 
     def conversion_site(self, names: frozenset[str]) -> Site | None:
         """:meth:`site` of a conversion by one of ``names``."""
@@ -140,11 +146,15 @@ class Place:
 
     def as_written(self, call: str) -> str:
         """The operator that the user has written, where Dynamo makes another one of it (``addcmul_`` a ``copy_``)."""
-        rewritten = {name: own for (name, seen), own in _REWRITTEN.items() if seen == call} if self._trace else {}
+        rewritten = {name: own for (name, seen), own in _REWRITTEN.items() if seen == call}
         if not rewritten:
             return call
-        frames = [match for match in _TRACE_FRAME.finditer(self._trace) if _DYNAMO not in match["file"]]
-        called = calls_in(*_text_of_frame(frames[-1], self._trace)) if frames else []
+        called: list[str] = []
+        if self._code is not None and self._positions is not None:  # Dynamo's own tracing
+            called = calls_in("", self._code.co_filename, self._positions[0] or 0)
+        elif self._trace:
+            frames = [match for match in _TRACE_FRAME.finditer(self._trace) if _DYNAMO not in match["file"]]
+            called = calls_in(*_text_of_frame(frames[-1], self._trace)) if frames else []
         names = [name for name in rewritten if name in called]
         if len(names) != 1 or (call.split(".")[1] in called and called[0] != names[0]):
             return call
@@ -227,7 +237,8 @@ def place_of_node(node: Any, modules: list[weakref.ref[nn.Module]], frame: Frame
     place = Place(modules)
     place._trace = trace
     place.node_name = node.name
-    place.is_of_numpy = is_of_numpy(node)
+    place._node_is_of_numpy = is_of_numpy(node)
+    place.graph = None if node.graph.owning_module is None else weakref.ref(node.graph.owning_module)
     place.is_of_operator = isinstance(node.target, OpOverload)
     place.notes = _compat.notes_of(node)
     place._node_modules = node.meta.get("nn_module_stack")
@@ -265,7 +276,7 @@ def _node_being_traced(filename: str, lineno: int, frame: FrameType | None) -> f
 
 
 def _place_of_dynamo(frame: FrameType, modules: list[weakref.ref[nn.Module]]) -> Place | None:
-    """The line that Dynamo's interpreter is at (torch/_dynamo/symbolic_convert.py, 2.6 to 2.14)."""
+    """The line that Dynamo's interpreter is at (torch/_dynamo/symbolic_convert.py, 2.10 to 2.15)."""
     translator = frame.f_locals.get("self")
     code = getattr(translator, "f_code", None)
     if frame.f_code.co_name != "step" or not isinstance(code, CodeType) or _is_internal(code):
@@ -289,18 +300,23 @@ def is_of_numpy(node: fx.Node) -> bool:
     Dynamo traces an ndarray as a tensor (torch/_dynamo/variables/tensor.py, ``NumpyNdarrayVariable``: 2.10 to 2.15):
     of ``torch.from_numpy`` it makes ``torch.as_tensor``, of ``x.numpy(force=True)`` ``x.detach().cpu()``.
     """
-    name = (node.meta.get("torch_fn") or ("", ""))[1].partition(".")[2]
+    name = _function_of(node)
     if not name:
         return False
-    source: Any = node.args[0]
+    source: Any = next(iter(node.args or node.kwargs.values()), None)
     if _is_ndarray(node):
         return True
     if name in ("as_tensor", "asarray") and isinstance(source, fx.Node):
-        made_here = source.op == "call_function" and source.meta.get("torch_fn") == node.meta["torch_fn"]
+        call = node.meta.get("torch_fn")
+        made_here = source.op == "call_function" and call is not None and source.meta.get("torch_fn") == call
         if made_here or _is_ndarray(source):
             return True
     called = _called_at(node)
-    return name not in called and not {"from_numpy", "numpy"}.isdisjoint(called)
+    return name == "as_tensor" and "from_numpy" in called and "as_tensor" not in called
+
+
+# The bodies of control flow are traced from the code that fx writes for Dynamo's graph (2.10 to 2.15).
+_NUMPY_IN_A_BODY: Final = "= torch__dynamo_utils_wrapped_"
 
 
 def _is_ndarray(node: Any) -> bool:
@@ -310,11 +326,23 @@ def _is_ndarray(node: Any) -> bool:
     functions = node.meta.get("source_fn_stack") or [("", None)]
     if str(functions[-1][0]).startswith("wrapped_") and type(functions[-1][1]).__module__ != "builtins":
         return type(functions[-1][1]).__module__ == "torch._dynamo.utils"
-    views = node.target is torch.ops.aten.view_as.default and node.args[0] is node.args[1]
-    return (views or node.target in _TO_NUMPY) and "numpy" in _called_at(node)
+    if _NUMPY_IN_A_BODY in (node.meta.get("stack_trace") or "").rstrip().rpartition("\n")[2]:
+        return True
+    name = _function_of(node)
+    views = name == "view_as" and node.args[0] is node.args[1]
+    moved = name == "cpu" and _function_of(node.args[0]) == "detach"
+    return (views or moved) and "numpy" in (called := _called_at(node)) and name not in called
 
 
-_TO_NUMPY: Final = tuple(getattr(torch.ops.aten.to, name) for name in torch.ops.aten.to.overloads())
+def _function_of(node: Any) -> str:
+    """The function or method of torch that a node stands for, by its name; in a graph of operators the one called."""
+    if not isinstance(node, fx.Node):
+        return ""
+    if node.op == "call_method":
+        return str(node.target)
+    if isinstance(node.target, OpOverload):
+        return str((node.meta.get("torch_fn") or ("", ""))[1].partition(".")[2])
+    return str(getattr(node.target, "__name__", ""))
 
 
 def _called_at(node: fx.Node) -> list[str]:

@@ -16,7 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ._compat import functorch_unwrap, no_torch_dispatch, storage_address
+from ._compat import functorch_unwrap, no_torch_dispatch, no_torch_function, storage_address
 
 _PLAIN: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 
@@ -47,6 +47,20 @@ def keys_of(tensor: torch.Tensor) -> list[int]:
         except (RuntimeError, NotImplementedError):
             pass
     return [_key(component) for component in components(tensor)]
+
+
+def same_geometry(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape and strides, and of one memory the same part."""
+    with no_torch_function():
+        return _geometry(one) == _geometry(other) and (
+            keys_of(one) != keys_of(other) or str(one.storage_offset()) == str(other.storage_offset())
+        )
+
+
+def _geometry(tensor: torch.Tensor) -> str:
+    """As text: to compare symbolic sizes would tell their environment something."""
+    strides = tuple(tensor.stride()) if tensor.layout == torch.strided else tensor.layout
+    return f"{tuple(tensor.shape)} {strides}"
 
 
 def lives_of(tensor: torch.Tensor) -> list[tuple[int, Life]]:

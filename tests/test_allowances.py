@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
@@ -185,6 +186,93 @@ def test_a_query_is_no_event_for_a_guard_around_it() -> None:
     assert guard.conversions == 0 and guard.violations == []
 
 
+class Sometimes(nn.Module):
+    def __init__(self, allowed: bool) -> None:
+        super().__init__()
+        self.allowed = allowed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to("cpu")
+        with allow_mutation("this time") if self.allowed else contextlib.nullcontext():
+            y.add_(1)
+        return x.sin()
+
+
+class BranchSometimes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        def yes(t: Tensor) -> Tensor:
+            y = t.sin().to("cpu")
+            y.add_(1)
+            return y
+
+        z = x
+        for allowed in (True, False):
+            with allow_mutation("this time") if allowed else contextlib.nullcontext():
+                z = z + torch.cond(x.sum() > 0, yes, torch.cos, (x,))
+        return z
+
+
+class OneHelperAllows(nn.Module):
+    def allows(self, y: Tensor) -> None:
+        with allow_mutation("in here"):
+            y.add_(1)
+
+    def does_not(self, y: Tensor) -> None:
+        y.add_(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to("cpu")
+        for write in (self.allows, self.does_not):
+            write(y)
+        return y * 2
+
+
+class Nested(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to("cpu")
+        with allow_mutation("outer"), allow_mutation("inner"):
+            y.add_(1)
+        return y * 2
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_an_export_lets_nothing_through_in_the_next(first: bool, second: bool) -> None:
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        torch.export.export(Sometimes(True), example(), strict=first)
+        torch.export.export(Sometimes(False), example(), strict=second)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_body_that_is_let_through_once_is_not_the_next_time(strict: bool) -> None:
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        torch.export.export(BranchSometimes(), example(), strict=strict)
+
+
+def test_a_run_in_eager_mode_lets_nothing_through_in_a_graph() -> None:
+    exported = torch.export.export(Sometimes(False), example())
+    with pytest.raises(ToMutationError), ToMutationGuard():
+        Sometimes(True)(*example())
+        exported.run_decompositions()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_of_two_helpers_only_one_is_let_through(strict: bool) -> None:
+    with ToMutationGuard(on_violation="record") as guard:
+        exported = torch.export.export(OneHelperAllows(), example(), strict=strict)
+        assert [violation.allowed for violation in guard.violations] == ["in here", None]
+        del guard.violations[:]
+        exported.run_decompositions()
+    assert None in [violation.allowed for violation in guard.violations]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_innermost_reason_is_told(strict: bool) -> None:
+    with ToMutationGuard() as guard:
+        torch.export.export(Nested(), example(), strict=strict)
+    assert [violation.allowed for violation in guard.violations] == ["inner"]
+
+
 # ---- the stack of reasons
 
 
@@ -300,11 +388,13 @@ def test_guards_that_overlap_leave_torch_compile_as_it_was() -> None:
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
+    assert torch.utils._python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False)
     compiled = torch.compile(lambda x: x.to("cpu").add_(1), backend="eager")
     torch._dynamo.reset()
     compiled(torch.zeros(2))
     second.__exit__(None, None, None)
     assert len(second.violations) == 1
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False)
 
     counter = torch._dynamo.testing.CompileCounter()
     torch.compile(lambda x: x + 1, backend=counter)(torch.zeros(2))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from ways import TORCH
 
 from dispatch_guard import ToMutationError, ToMutationGuard, Violation, check_program
 
@@ -55,8 +56,11 @@ class Writes(nn.Module):
         return x.sin()
 
 
+DECORATOR = ToMutationGuard(on_violation="record")
+
+
 class Decorated(Writes):
-    @ToMutationGuard(on_violation="record")
+    @DECORATOR
     def forward(self, x: Tensor, g: Tensor) -> Tensor:
         return super().forward(x, g)
 
@@ -78,6 +82,8 @@ def ops(violations: list[Violation]) -> list[str | None]:
 @pytest.mark.parametrize("name", SCALARS)
 def test_a_write_has_the_name_that_is_written(name: str) -> None:
     module = Writes(SCALARS[name])
+    if name.startswith("addcmul_") and TORCH == (2, 10):
+        pytest.skip("Dynamo keeps no place of it, so nothing tells that it is no add_")
     expected = ops(recorded(lambda: module(*operands())))
     assert name.split()[0] in [op.split(".")[1] for op in expected if op]
     if "of a tensor" not in name:  # of which make_fx needs the number
@@ -88,7 +94,9 @@ def test_a_write_has_the_name_that_is_written(name: str) -> None:
         assert ops(check_program(exported)) == expected
         assert ops(recorded(lambda exported=exported: exported.run_decompositions())) == expected
     torch._dynamo.reset()
-    torch.compile(Decorated(SCALARS[name]), backend="eager", fullgraph=True)(*operands())
+    decorated = Decorated(SCALARS[name])
+    torch.compile(decorated, backend="eager", fullgraph=True)(*operands())
+    assert ops(DECORATOR.violations) == expected
 
 
 def test_a_function_that_only_looks_like_one_of_those_keeps_its_operator() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -63,7 +64,14 @@ def put_back(x: Tensor) -> object:
     return w + 1
 
 
+def detached_in_place(x: Tensor) -> object:
+    y = x.clone().to("cpu")
+    y.detach_()
+    return y
+
+
 HARMLESS: list[Program] = [
+    detached_in_place,
     data_of_another_object,
     data_of_another_object_that_copied,
     set_on_another_object,
@@ -124,6 +132,65 @@ def transposed_source_of_a_copy(x: Tensor) -> object:
     return y.sum() + w
 
 
+def data_of_another_part_of_the_result(x: Tensor) -> object:
+    w = x.clone()
+    y = w.to(torch.float64)
+    w.data = y.view(-1)
+    return y + 0
+
+
+def data_transposed(x: Tensor) -> object:
+    w = x[:, :2].clone()
+    y = w.to(torch.float32)
+    w.data = w.data.t()
+    return y + w
+
+
+def reshaped_after_being_put_back(x: Tensor) -> object:
+    w = x.clone()
+    y = w.to(torch.float64)
+    w.data = y
+    w.unsqueeze_(0)
+    return y + 0
+
+
+def reshaped_by_what_dropout_gives_back(x: Tensor) -> object:
+    w = x.clone()
+    y = w.to("cpu")
+    nn.functional.dropout(y, 0.5, False).unsqueeze_(0)
+    return w + 0
+
+
+def given_back_as_it_is(x: Tensor) -> object:
+    w = x.clone()
+    y = w.to("cpu")
+    torch.atleast_1d(y).unsqueeze_(0)
+    return w + 0
+
+
+def real_part(x: Tensor) -> object:
+    w = x.clone()
+    y = w.to("cpu")
+    y.real.unsqueeze_(0)
+    return w + 0
+
+
+def written_after_set(x: Tensor) -> object:
+    y = x.to("cpu")
+    other = torch.zeros(2, 3)
+    other.set_(y)
+    other.add_(1)
+    return x + 0
+
+
+def written_after_data(x: Tensor) -> object:
+    y = x.to("cpu")
+    other = torch.zeros(2, 3)
+    other.data = y
+    other.add_(1)
+    return x + 0
+
+
 def written_through_a_reshaped_view(x: Tensor) -> object:
     y = x.clone().to(torch.float32)
     row = y[0]
@@ -140,11 +207,24 @@ HARMFUL: list[Program] = [
     set_on_the_result,
     transposed_result,
     transposed_source_of_a_copy,
+    data_of_another_part_of_the_result,
+    data_transposed,
+    reshaped_after_being_put_back,
+    reshaped_by_what_dropout_gives_back,
+    given_back_as_it_is,
+    real_part,
+    written_after_set,
+    written_after_data,
     written_through_a_reshaped_view,
 ]
 WAYS: dict[str, Run] = {**EAGER, **EXPORT, **MAKE_FX, "functionalize": functionalize, "vmap": vmap}
-# set_() is no write there: vmap hands it slices of what it wraps, and no mode sees it under functionalize().
-UNSEEN = {(set_on_the_result, "functionalize"), (set_on_the_result, "vmap")}
+# vmap hands set_() slices of what it wraps, and no mode sees it under functionalize(); there atleast_1d() gives back
+# another object, whose shape is its own.
+UNSEEN = {
+    (set_on_the_result, "functionalize"),
+    (set_on_the_result, "vmap"),
+    (given_back_as_it_is, "functionalize"),
+}
 
 
 class Module(nn.Module):
@@ -212,6 +292,25 @@ def test_a_shape_that_changes_is_no_unseen_write() -> None:
         y = x.to("cpu")
         y[0].unsqueeze_(0)
     assert guard.violations == [] and y.shape == (2, 3)
+
+
+def test_a_shape_that_changes_hides_no_unseen_write() -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(ToMutationError) as caught, ToMutationGuard():
+        y = x.to("cpu")
+        y[0].unsqueeze_(0)
+        thread = threading.Thread(target=lambda: y.add_(1))
+        thread.start()
+        thread.join()
+    assert caught.value.violation.kind == "unseen"
+
+
+def test_an_operator_of_the_users_is_no_rebinding_whatever_its_tags() -> None:
+    with torch.library._scoped_library("dispatch_guard_rebinding", "DEF") as library:
+        library.define("write(Tensor(a!) t) -> ()", tags=(torch.Tag.inplace_view,))
+        library.impl("write", lambda t: None, "CPU")
+        with pytest.raises(ToMutationError), ToMutationGuard():
+            torch.ops.dispatch_guard_rebinding.write(torch.ones(2).to("cpu").view(-1))
 
 
 def test_weights_of_an_adapter_that_are_merged_and_restored() -> None:

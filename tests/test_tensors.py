@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from ways import TORCH
 
 from dispatch_guard import ToMutationError, ToMutationGuard
 
@@ -243,6 +244,8 @@ def test_running_statistics(norm: Any, shape: Any, strict: bool | None, statisti
     with pytest.raises(ToMutationError) as caught, ToMutationGuard():
         run(Model().train())
     assert caught.value.violation.role == "source"
+    if isinstance(Model().norm, nn.InstanceNorm1d) and TORCH == (2, 10):
+        return  # there it writes its statistics (as they are) in eval mode too
     with ToMutationGuard() as guard:
         run(Model().eval())
     assert guard.violations == [] and guard.conversions == 1

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 Run = Callable[[nn.Module, tuple[Any, ...]], Any]
 
 
