@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from . import _compat
 from .conversions import CONVERSIONS, OPERATORS, Side, Tag, meta_of
 from .guard import ToMutationGuard, violation_of
-from .mutations import rebinds, write_plan, written_arguments
+from .mutations import DETACH, rebinds, write_plan, written_arguments
 from .sites import Place, is_of_numpy, place_of_node
 from .source import is_bound_once
 from .storages import keys_of, same_geometry
@@ -525,6 +525,8 @@ def _written(node: fx.Node) -> list[tuple[str, fx.Node]]:
     """The arguments that an operator's node writes, by name: its values stand for the nodes."""
     if node.target is _SET_DATA:
         return [("self", node.args[0])] if isinstance(node.args[0], fx.Node) else []
+    if node.target is DETACH:
+        return []
     by_value = {id(source.meta.get("val")): source for source in node.all_input_nodes}
     found = written_arguments(node.target, _values(node.args), _values(node.kwargs))
     return [(name, by_value[id(tensor)]) for name, tensor in found if id(tensor) in by_value]

@@ -25,7 +25,7 @@ from . import _compat
 from .allowances import reason_in_force
 from .conversions import ConversionMode, Side, Tag, is_again, is_internal_call, meta_of, source_of
 from .ledger import Ledger, Watch
-from .mutations import has_user_kernel, is_plain, rebinds, written_arguments
+from .mutations import DETACH, has_user_kernel, is_plain, rebinds, written_arguments
 from .report import advice, report, role_of
 from .sites import Frames, Place, frames_here, frames_of_trace, here, inplace_module, is_among, module_path
 from .source import call_at, write_at
@@ -257,7 +257,7 @@ class ToMutationGuard(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not is_plain(func):
-            if self._ledger:
+            if self._ledger and func is not DETACH:
                 self._check_writes(func, args, kwargs)
             if isinstance(func, HigherOrderOperator):
                 return self._run_higher_order(func, args, kwargs)

@@ -62,8 +62,9 @@ UNTOLD: Final[dict[str, Untold]] = {
     "inductor::accumulate_grad_": Untold(("variable", "variable_grad")),
 }
 
-# What changes neither values nor shape though its schema says that it writes; as a method it reaches no mode.
-NO_WRITES: Final = frozenset({"aten::detach_"})
+# It changes neither values nor shape, and as a method it reaches no mode but in inference mode: no write, whatever its
+# schema says.
+DETACH: Final = torch.ops.aten.detach_.default
 
 # Functions that run as others under a mode, so that no operator shows their write to ``out``: matrix_rank becomes a sum
 # whose result is returned in its place (aten/src/ATen/native/LinearAlgebra.cpp; then torch leaves ``out`` unwritten).
@@ -79,8 +80,6 @@ def hides_out(func: Any) -> bool:
 def write_plan(func: OpOverload) -> WritePlan | None:
     """What ``func`` writes; ``None`` when it never writes."""
     schema = func._schema
-    if schema.name in NO_WRITES:
-        return None
     untold = UNTOLD.get(schema.name) or _collective(schema)
     told_arguments, untold_arguments = [], []
     for position, argument in enumerate(schema.arguments):
