@@ -4,7 +4,7 @@ What differs between the versions that are supported (2.10 to 2.15; the test sui
 2.15.0), and where it is dealt with:
 
 ======  ==========================================================  ===================================================
-seen    what                                                        where
+up to   what                                                        where
 ======  ==========================================================  ===================================================
 2.10    Dynamo reads a variable of the process in place of asking   ``_dynamo_as_of_2_12``
         each mode, and shows the frame of a function mode
@@ -14,6 +14,7 @@ seen    what                                                        where
 2.10    no stack trace for ``addcmul_(value=)`` in strict export    the place and the name are not known
 2.10    leaving the last transform of functorch raises              ``remembered_state``
 2.10    ``InstanceNorm`` writes its statistics in eval mode too     a violation, as it is a write
+2.14    ``y[0] = 3.0`` is a ``copy_``; since 2.15 a ``fill_``         nowhere: it is what torch runs
 2.10    no columns in the stack traces of graphs                    ``source``, by the line
 ======  ==========================================================  ===================================================
 """

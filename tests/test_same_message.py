@@ -18,7 +18,7 @@ import pytest
 import torch
 from message_programs import PROGRAMS
 from torch import nn
-from ways import ALL
+from ways import ALL, TORCH
 
 from dispatch_guard import ToMutationError, ToMutationGuard
 
@@ -54,7 +54,11 @@ def expected() -> dict[str, str]:
 
 
 def without_operator(text: str) -> str:
-    """``text`` but for the operator's name: batch norm is another operator in a graph than it is in eager mode."""
+    """``text`` but for the operator's name where torch has several.
+
+    Batch norm is another operator in a graph than in eager mode; ``y[0] = 3.0`` is a fill_ since 2.15.
+    """
+    text = text.replace("in-place aten.fill_.Scalar on", "in-place aten.copy_.default on") if TORCH >= (2, 15) else text
     return re.sub(r"aten\.\w*batch_norm\w*\.\w+", "batch_norm", text)
 
 
@@ -98,7 +102,7 @@ def test_of_a_decorated_method(strict: bool) -> None:
         program = type(name, (PROGRAMS[name],), {"forward": ToMutationGuard()(PROGRAMS[name].forward)})
         torch._dynamo.reset()
         text = message(name, lambda program=program: torch.export.export(program(), example(), strict=strict))
-        assert text == expected()[name]
+        assert without_operator(text) == without_operator(expected()[name])
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
